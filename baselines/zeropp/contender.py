@@ -27,11 +27,13 @@ from zeropp.choose.space import (
 )
 from zeropp.choose.task import Task
 from zeropp.price import cut_by_cost
+from zeropp.price.flops import block_parameters
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.step_plan import drafts, size_step
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import (
+    AT_LEAST_0,
     AT_LEAST_1,
     Auto,
     Recompute,
@@ -52,6 +54,8 @@ class ZeroppKnobs(StepKnobs):
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every rank
     # fp32 | bf16: the type in which gradients are sent; sums are fp32
     reduce_dtype: WireType | Auto = "fp32"  # type: ignore[assignment]
+    gradient_parts: Annotated[int | Auto, AT_LEAST_1] = "auto"  # type: ignore[assignment]
+    prefetch: Annotated[int | Auto, AT_LEAST_0] = "auto"  # type: ignore[assignment]
     compile: bool | Auto = "auto"  # type: ignore[assignment]  # torch.compile every block
     split_backward: bool | Auto = "auto"  # type: ignore[assignment]  # delay weight gradients
 
@@ -69,6 +73,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         compile=if_auto(knobs.compile, False),
         reduce_dtype=if_auto(knobs.reduce_dtype, "fp32"),
         split_backward=if_auto(knobs.split_backward, True),
+        gradient_parts=if_auto(knobs.gradient_parts, 1),
+        prefetch=if_auto(knobs.prefetch, 1),
     )
     if knobs.compile and task.shape.dropout > 0:
         raise InfeasibleError(
@@ -114,6 +120,7 @@ _UNITS = (
     3,
     4,
 )  # multiples of the pipeline ranks; one unit of the whole step is tried, too
+_PARTS, _LARGE = 4, 1 / 8  # parts of gradients; their share of memory from which they are tried
 _LARGEST_CAP = 1.5  # times the activations of a unit, or of a round of the pipeline
 
 
@@ -136,6 +143,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
         placement_choices(asked.placement, point),
         choices(asked.chunks, [n for n in known if n == 1 or n * degrees.pp <= pieces]),
     ):
+        shared = _buffers(point, chunks)
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
@@ -145,7 +153,12 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                 sent: choices(asked.split_backward, (False,) if sent else ways)
                 for sent in offload_choices(asked.offload_blocks, (most,), point.task.cluster)
             }
-            for sent, split in ((n, way) for n, each in backwards.items() for way in each):
+            for sent, split, (parts, prefetch) in (
+                (n, way, buffers)
+                for n, each in backwards.items()
+                for way in each
+                for buffers in shared
+            ):
                 yield at_degrees(
                     asked,
                     degrees,
@@ -157,11 +170,26 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                     recompute_blocks=blocks,
                     offload_blocks=sent,
                     split_backward=split,
+                    gradient_parts=parts,
+                    prefetch=prefetch,
                     compile=if_auto(asked.compile, point.task.shape.dropout == 0),
                     unit=if_auto(asked.unit, m),
                     activation_cap=m * chunks,
                     reduce_every=if_auto(asked.reduce_every, "step"),
                 )
+
+
+def _buffers(point: SearchPoint[ZeroppKnobs], chunks: int) -> list[tuple[int | Auto, int | Auto]]:
+    """(parts of gradients, chunks that are gathered ahead) to try: where a chunk's gradients are a
+    large part of a device's memory, also one buffer for them, and one for its parameters."""
+    asked, shape = point.asked, point.task.shape
+    plain = (asked.gradient_parts, asked.prefetch)
+    blocks = -(-shape.layers // (point.degrees.pp * chunks))
+    # Chunks of many blocks had better be cut into more.
+    if blocks > 2 or 4 * blocks * block_parameters(shape) < _LARGE * point.task.limit_bytes:
+        return [plain]
+    parts = if_auto(asked.gradient_parts, _PARTS)
+    return [*dict.fromkeys((plain, (parts, asked.prefetch), (parts, if_auto(asked.prefetch, 0))))]
 
 
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:

@@ -38,8 +38,8 @@ from zeropp.types.shape import Family, ModelShape
 
 # ZeroPP's knobs that no other column says.
 _OWN_KNOBS = (
-    "unit", "activation_cap", "replicate_zero", "reduce_every", "prefetch", "split_backward",
-    "placement",
+    "unit", "activation_cap", "replicate_zero", "reduce_every", "gradient_parts", "prefetch",
+    "split_backward", "placement",
 )  # fmt: skip
 _DECIMAL = r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?"
 

@@ -92,6 +92,7 @@ class Case:
     compile: bool = False
     split_backward: bool = True
     offload: int = 0
+    parts: int = 1
 
     def __str__(self) -> str:
         """What sets it apart from the plainest one."""
@@ -144,6 +145,7 @@ def _plan(case: Case) -> Plan:
         compile=case.compile,
         split_backward=case.split_backward,
         offload_blocks=case.offload,
+        gradient_parts=case.parts,
     )
     task = Task(
         shape=case.shape,

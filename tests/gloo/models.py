@@ -131,6 +131,7 @@ def topology(seed: int, layers: int = 6, rows: int = 8) -> dict[str, Any]:
         "reduce_every": draw.choice(["unit", "step"]),
         "split_backward": draw.random() < 0.7,
         "tied": draw.random() < 0.5,
+        "gradient_parts": draw.choice([1, 1, 2, 3]),
     }
 
 

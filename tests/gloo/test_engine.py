@@ -66,6 +66,12 @@ CASES = [
     Case(pp=2, shard=3, chunks=1, unit=2, batch=9, tied=True),
     Case(pp=3, shard=2, unit=3, batch=4, layers=6, recompute="full", placement="pp_inner"),
     Case(pp=3, replicate=2, zero=True, chunks=1, unit=3, batch=2),
+    # Gradients in parts: of full and of delayed backwards, over shards, replicas and a single rank.
+    Case(pp=1, shard=2, chunks=4, unit=2, batch=8, parts=3),
+    Case(pp=2, shard=2, chunks=2, unit=2, batch=8, parts=4, split_backward=False, recompute="full"),
+    Case(pp=2, shard=2, replicate=2, zero=True, batch=16, tied=True, parts=3, recompute="mlp"),
+    Case(pp=2, replicate=2, chunks=2, batch=8, parts=2, reduce_every="step"),
+    Case(pp=4, shard=1, chunks=1, unit=4, batch=6, parts=9),
 ]
 
 

@@ -294,6 +294,12 @@ TRACED_SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 25
             | {"pp": 1, "offload_blocks": 6},
             SIX | LLAMA,
         ),
+        (
+            32,
+            {"name": "zeropp", "pp": 2, "shard": 8, "chunks": 3, "recompute": "full"}
+            | {"unit": 2, "gradient_parts": 3, "split_backward": False},
+            SIX,
+        ),
         (32, {"name": "fsdp", "shard": 16}, TIED),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
         (8, {"name": "deepspeed", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
@@ -336,8 +342,10 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     traces = [*trace_ranks(plan, ranks, optimizer=ADAMW, program=CONTENDERS[name], steps=2)]
     for index, found in zip(ends, traces, strict=True):
         assert simulated[index].total == pytest.approx(found.memory.total, rel=0.05), index
-        # With offload two moments are nearly as full, and either may be the peak.
-        if name in ("zeropp", "fsdp") and not plan.offloaded_stages:
+        # With offload or gradients in parts two moments are nearly as full, and either may be the
+        # peak.
+        one_moment = not plan.offloaded_stages and plan.gradient_parts == 1
+        if name in ("zeropp", "fsdp") and one_moment:
             for kind in ("parameters", "unsharded", "gradients", "optimizer"):
                 expected = getattr(simulated[index], kind)
                 assert getattr(found.memory, kind) == pytest.approx(expected, rel=0.01), kind

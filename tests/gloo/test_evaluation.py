@@ -435,6 +435,7 @@ def topology(seed: int) -> dict[str, Any]:
         "placement": draw.choice(["dp_inner", "pp_inner"]),
         "reduce_every": draw.choice(["unit", "step"]),
         "split_backward": draw.random() < 0.7,
+        "gradient_parts": draw.choice([1, 3]),
     }
 
 

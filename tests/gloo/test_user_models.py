@@ -60,9 +60,9 @@ from zeropp.train.parallel_model import ParallelModel
 DEGREES: list[dict[str, Any]] = [
     {"pp": 3, "chunks": 3},
     {"pp": 2, "chunks": 4, "split_backward": False},
-    {"pp": 2, "shard": 2, "chunks": 3},
+    {"pp": 2, "shard": 2, "chunks": 3, "gradient_parts": 2},
     {"pp": 2, "replicate": 2, "replicate_zero": 1, "recompute": "full"},
-    {"shard": 3},
+    {"shard": 3, "gradient_parts": 3},
     {"pp": 3, "replicate": 2},
 ]
 

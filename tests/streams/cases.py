@@ -22,6 +22,7 @@ from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.layers.chunk import Chunk
 from zeropp.engine.parameters import flat as flat_module
 from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.parts import GradientRoom
 from zeropp.engine.ranks import lanes
 from zeropp.engine.update.optimizer import ParameterUpdate
 from zeropp.types.shape import ModelShape
@@ -141,6 +142,12 @@ def _unshard_in_the_lane(self: Any) -> None:
     self.state = flat_module.Gathering(self._lanes.gather.run(work, tuple(self._row_gathers)))
 
 
+def _room_at_once(self: Any, flat: FlatParameters) -> None:
+    """The memory of the oldest parts is given away while they are reduced."""
+    for other in [other for other in self.lanes.shard_reductions if other.room is self]:
+        del self.lanes.shard_reductions[other]
+
+
 # Name -> the fault, and the configuration that has what it breaks.
 FAULTS: dict[str, tuple[Fault, str]] = {
     "no lane is waited for": (_instead(lanes._StreamTicket, wait=_nothing), "bf16"),
@@ -154,7 +161,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "update before the reductions": (
         _instead(
             lanes.Lanes,
-            join_shard_reductions=lambda self: self.shard_reductions.clear(),
+            join_shard_reductions=lambda self, but=(): self.shard_reductions.clear(),
             join_reduction_of=lambda self, flat: self.shard_reductions.pop(flat, None),
         ),
         "prefetch",
@@ -177,6 +184,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         "visible parameters",
     ),
     "sums zeroed in a lane": (_zeros_in_a_lane, "prefetch"),
+    "a part's room is taken too early": (_instead(GradientRoom, make=_room_at_once), "parts"),
     "replicas summed before shards": (_crosses_before_reducing, "shards and replicas"),
     "tied gradients before their sums": (
         _instead(ParameterUpdate, sum_tied=lambda self: self.tied.sum_gradients()),
@@ -351,6 +359,7 @@ def _between(what: str, model: zeropp.ParallelModel, batch: torch.Tensor, folder
     return [float(torch.as_tensor(one).double().sum()) for one in given]
 
 
+_PARTS = {"gradient_parts": 3, "unit": 2}
 _BASE = {"pp": 2, "shard": 2, "chunks": 2}
 CASES = {
     case.name: case
@@ -380,6 +389,8 @@ CASES = {
             then=("parameters", "gradients"),
         ),
         Case("prefetch", 2, {"pp": 1, "shard": 2, "chunks": 4, "prefetch": 2}),
+        Case("parts", 2, {**_PARTS, "pp": 1, "shard": 2, "chunks": 4}, batch=8),
+        Case("parts, delayed", 4, {**_PARTS, **_BASE, "reduce_dtype": "bf16"}, batch=8),
         Case(
             "recomputation",
             2,

@@ -60,6 +60,31 @@ def test_compute_may_have_to_wait_for_a_reduction(waits: bool, step_s: float) ->
     assert result.step_s == step_s
 
 
+FULL = "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "reduce_s", "step_s"),
+    [
+        (FULL, 1, 6.0, 18.0),  # stage 1 is reduced from 6 to 12, stage 0 to 18
+        # The first of a backward's 4 is recomputation. Stage 1's parts are complete at 4.5 and 6,
+        # and reduced at 7.5 and 10.5. Stage 0 would come to them at 7 and 8.5. It does at 7.5 and
+        # 10.5, and ends at 12; its own are complete at 10.5 and 12, and reduced at 13.5 and 16.5.
+        (FULL, 2, 6.0, 16.5),
+        # Weight gradients of 2: stage 1's are complete at 7 and 8, and reduced at 9 and 11. So
+        # those of stage 0, from 8 on, are complete at 11 and 12, and reduced at 13 and 15.
+        ("0F0 1F0 1I0 0I0 1W0 1REDUCE_GRAD 0W0 0REDUCE_GRAD", 2, 4.0, 15.0),
+        # None waits: complete at 7 and 8, then at 9 and 10; the last part takes 0.5.
+        ("0F0 1F0 1I0 0I0 1W0 1REDUCE_GRAD 0W0 0REDUCE_GRAD", 2, 1.0, 10.5),
+    ],
+)
+def test_parts_share_one_buffer(words: str, parts: int, reduce_s: float, step_s: float) -> None:
+    cost = StageCost(
+        backward_input=2.0, backward_weight=2.0, again=1.0, reduce_grad=reduce_s, parts=parts
+    )
+    assert run(scheduled((program(words),), (0, 0)), [cost] * 2).step_s == step_s
+
+
 def test_copies_stand_in_line_with_compute_and_weight_gradients_need_none() -> None:
     """Copy-out before the first action that uses the parameters, copy-in before the reduction."""
     words = "0UNSHARD 0F0 0I0 0RESHARD 0UNSHARD 0W0 0REDUCE_GRAD 0F1 0I1 0W1 0REDUCE_GRAD 0RESHARD"

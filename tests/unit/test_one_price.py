@@ -49,11 +49,12 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, **PARTLY}),
     ("zeropp", {"pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "reduce_every": "step"}),
     ("zeropp", {"pp": 1, "shard": 8, "chunks": 4, "unit": 2}),
+    ("zeropp", {"pp": 1, "shard": 8, "chunks": 4, "unit": 2, "gradient_parts": 3, "prefetch": 0}),
 )
 # Others are asked with all knobs at their defaults; no published row states their plans.
 EVERY = (*ASKED, *((name, {}) for name in PRICED if name not in dict(ASKED)))
 # The knobs of a ZeroPP plan that no other column of a published row says.
-OWN = ("activation_cap", "reduce_every", "prefetch")
+OWN = ("activation_cap", "reduce_every", "gradient_parts", "prefetch")
 
 
 def task(precision: Precision = "bf16", *, tied: bool = True) -> Task:

@@ -90,6 +90,7 @@ def narrowed(point: SearchPoint[Any], draw: random.Random) -> SearchPoint[Any]:
     reduce_every = draw.choice(REDUCTIONS)
     if isinstance(point.asked, ZeroppKnobs):
         knobs = replace(point.asked, unit=draw.choice(UNITS), reduce_every=reduce_every)
+        knobs = replace(knobs, gradient_parts=draw.choice((1, 4)), prefetch=draw.choice((0, 1)))
         return replace(point, asked=knobs)
     if isinstance(point.asked, FSDPKnobs):
         return replace(point, asked=replace(point.asked, reduce_every=reduce_every))

@@ -151,7 +151,8 @@ def _turning_bytes(plan: SizedPlan, memory: list[StageMemory]) -> int:
         if chunk < len(memory) - 1:  # all microbatches of the unit are still held here
             before += (plan.schedule.unit - 1) * (m.activations - m.sent)
         most = max(most, before + own + m.unsharded + sums[chunk] + copied)
-        copied = min(sums[chunk], m.reduction_copy)
+        one_buffer = plan.gradient_parts > 1
+        copied = min(m.early_gradients if one_buffer else sums[chunk], m.reduction_copy)
     return most
 
 
@@ -159,11 +160,11 @@ def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
     chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
     all chunks before the first reduction; otherwise those of one chunk come while the copy of the
-    chunk before is reduced. A rank with one chunk has freed the copy by then, as it has only one
-    buffer."""
+    chunk before is reduced. A rank with one chunk, or whose chunks share one buffer, has freed the
+    copy by then."""
     if plan.reduce_every == "step" and plan.num_units > 1:
         return sum(sizes)
-    return max(sizes) + (min(sizes) if len(sizes) > 1 else 0)
+    return max(sizes) + (min(sizes) if len(sizes) > 1 and plan.gradient_parts == 1 else 0)
 
 
 def largest_cap(plan: SizedPlan, held: StepBytes, limit_bytes: int) -> int:
@@ -375,7 +376,10 @@ class _Ends:
     def of(cls, plan: SizedPlan, price: StepTimes, rank: int) -> _Ends:
         stages = plan.schedule.stages_of(rank)
         return cls(
-            min(price.stages[s].reduce_grad + price.stages[s].reduce_replicas for s in stages),
+            min(
+                cost.reduce_grad / cost.parts + cost.reduce_replicas
+                for cost in (price.stages[s] for s in stages)
+            ),
             min(price.stages[s].reduce_replicas for s in stages),
             sum(
                 cost.reduce_tied + cost.gather_whole + cost.update + cost.gather_updated

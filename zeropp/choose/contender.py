@@ -38,10 +38,10 @@ WITHOUT_OFFLOAD = {"offload_blocks": 0, "offload_modules": "none", "cpu_checkpoi
 def any_auto(knobs: Knobs) -> bool:
     """Whether any knob is ``auto``, so that the tuner has something to choose.
 
-    The number of recomputed blocks counts only if there is recomputation, and that of offloaded
-    ones is chosen only where another knob is.
+    The number of recomputed blocks counts only if there is recomputation. That of offloaded ones,
+    and how chunks share buffers, are chosen only where another knob is.
     """
-    settled = {*WITHOUT_OFFLOAD}
+    settled = {*WITHOUT_OFFLOAD, "gradient_parts", "prefetch"}
     settled |= {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
     return any(value == "auto" for name, value in vars(knobs).items() if name not in settled)
 
@@ -242,6 +242,8 @@ def describe(plan: SizedPlan) -> str:
     words += ["to owners"] * (layout.pp > 1 and state.bucket > 0 and not state.zero1_all_reduces)
     words += ["kept after forwards"] * (not program.reshard_after_forward)
     words += ["kept after backwards"] * (not program.reshard_after_backward)
+    words += [f"gradients in {plan.gradient_parts} parts"] * (plan.gradient_parts > 1)
+    words += [f"prefetch={plan.prefetch}"] * (plan.prefetch != 1)
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
         if plan.recomputed and layout.chunks == plan.shape.num_pieces:  # every piece is a stage

@@ -224,6 +224,7 @@ class LayerPrices:
                 backward_weight=weight,
                 unshard=gather_s(cluster, among, parameters * width),
                 reduce_grad=gather_s(cluster, among, parameters * sent),
+                parts=plan.parts_of(stage),
                 reduce_replicas=all_reduce_s(cluster, replicas, parameters * _FP32 / layout.shards),
             )
             if stage + 1 < len(ranks):

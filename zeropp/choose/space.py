@@ -227,11 +227,16 @@ def _within(limits: tuple[int, int], ranks: int) -> list[int]:
     return [d for d in divisors(ranks) if fewest <= d <= (most or ranks)] or [1]
 
 
+# Knobs of which the families have all values that are worth a try.
+_IN_FAMILIES = {"gradient_parts", "prefetch"}
+
+
 def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
     """(knobs, microbatch size) beside the best candidate that was found, with one setting changed
     that ``asked`` leaves open, or two degrees; what fits only the old one is ``auto`` again."""
     knobs, size = best.knobs, best.microbatch_size
-    values, names = vars(knobs), [n for n, value in vars(asked).items() if value == "auto"]
+    values = vars(knobs)
+    names = [n for n, value in vars(asked).items() if value == "auto" and n not in _IN_FAMILIES]
     freed: dict[str, Any] = dict.fromkeys(("unit", "activation_cap", "reduce_every"), "auto")
     freed = {n: value for n, value in freed.items() if n in names}
     cap = {n: value for n, value in freed.items() if n == "activation_cap"}
@@ -296,9 +301,9 @@ _OF_DATA_PARALLELISM = {
 }
 
 
-# Knobs that save memory, for which a pass takes longer.
+# Knobs that save memory, for which a pass takes longer, or compute waits.
 _SAVERS = {
-    *("recompute", "recompute_blocks", "split_backward"),
+    *("recompute", "recompute_blocks", "split_backward", *_IN_FAMILIES),
     *("offload_blocks", "offload_modules", "cpu_checkpointing"),
 }
 

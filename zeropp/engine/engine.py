@@ -20,6 +20,7 @@ from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.parts import GradientParts, GradientRoom
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.ranks.collectives import Channels, make_groups, neighbours
 from zeropp.engine.ranks.cuda_settings import check_cuda
@@ -338,8 +339,9 @@ class Engine:
                 packs=POSITIONS in settings.sample_keywords,
             )
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
+        room = GradientRoom(self.lanes)
         self.chunks = {
-            stage: self._chunk(stage, sizes, plan, settings, undo, host, splits=splits)
+            stage: self._chunk(stage, sizes, plan, settings, undo, host, room=room, splits=splits)
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
@@ -363,6 +365,7 @@ class Engine:
         undo: ExitStack,
         host: HostMemory | None,
         *,
+        room: GradientRoom,
         splits: bool,
     ) -> Chunk:
         """The chunk of one stage; ``splits``: backwards delay weight gradients."""
@@ -374,7 +377,8 @@ class Engine:
             block.compile()
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
-        least = 0 if splits else _LEAST_ADDED
+        in_parts = plan.gradient_parts > 1
+        least = 0 if splits or in_parts else _LEAST_ADDED
         deferred = defer_weight_grads(blocks, store, least=least)
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
@@ -390,7 +394,7 @@ class Engine:
         )
         made = make_flats(
             layers,
-            deferred if splits else (),
+            deferred if splits or in_parts else (),
             sizes=sizes,
             groups=self._groups,
             lanes=self.lanes,
@@ -399,6 +403,8 @@ class Engine:
             keeps_sums=plan.schedule.num_stages == self._layout.world == 1,
         )
         flats = list(made)
+        if in_parts and (late := [flat for flat in flats if flat.deferred]):
+            store.parts = GradientParts(late[::-1], room)
         sent, offload = blocks[: plan.offloaded_per_stage[stage]], None
         if host is not None and sent:
             from zeropp.engine.layers.offload import Offload

@@ -18,7 +18,7 @@ from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.collectives import Channels
 from zeropp.engine.update.optimizer import ParameterUpdate
-from zeropp.schedule.program import Action, Op, Schedule
+from zeropp.schedule.program import Action, Op, Schedule, before_reductions
 from zeropp.types.training import StepResult
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ class Interpreter(ActionRecorder):
             Op.FORWARD: self._forward,
             Op.BACKWARD_INPUT: self._backward,
             Op.BACKWARD_WEIGHT: lambda action, _: chunks[action.stage].backward_weight(
-                _key(action)[1]
+                _key(action)[1], is_last=action in self._before_reductions
             ),
             Op.FULL_BACKWARD: self._backward,
             Op.UNSHARD: lambda action, _: self._each(action, lambda flat: flat.unshard()),
             Op.RESHARD: lambda action, _: self._each(action, lambda flat: flat.reshard()),
-            Op.REDUCE_GRAD: self._reduce,
+            Op.REDUCE_GRAD: lambda action, _: chunks[action.stage].reduce(),
             Op.REDUCE_REPLICAS: lambda action, _: self._each(
                 action, lambda flat: flat.reduce_over_replicas()
             ),
@@ -95,6 +95,7 @@ class Interpreter(ActionRecorder):
             Op.FREE: self._offload(lambda offload, j: offload.free(j)),
             Op.LOAD: self._offload(lambda offload, j: offload.load(j)),
         }
+        self._before_reductions = before_reductions(self._program)
         self._actions = [(action, str(action)) for action in self._program]
 
     def run(
@@ -154,7 +155,9 @@ class Interpreter(ActionRecorder):
         if stage != self._last:
             gradients = self._arrived(Op.RECV_B, (stage, microbatch), step.gradients, step)
         split = action.op is Op.BACKWARD_INPUT
-        input_gradients = self._chunks[stage].backward(microbatch, gradients, split=split)
+        input_gradients = self._chunks[stage].backward(
+            microbatch, gradients, split=split, is_last=action in self._before_reductions
+        )
         if stage > 0:
             step.gradients[stage - 1, microbatch] = input_gradients
 
@@ -173,11 +176,6 @@ class Interpreter(ActionRecorder):
         """Do something with every flat buffer of an action's stage."""
         for flat in self._chunks[action.stage].flats:
             do(flat)
-
-    def _reduce(self, action: Action, _: _Step) -> None:
-        """Sum a stage's gradients over the shards, after earlier sums: one chunk's take memory."""
-        self._parameters.lanes.join_shard_reductions()
-        self._each(action, lambda flat: flat.reduce())
 
     def _gather_whole(self, *_: object) -> None:
         self._channels.drain()  # so that what was sent is freed

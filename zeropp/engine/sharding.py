@@ -1,15 +1,16 @@
 """Sorts the parameters of a chunk into flat buffers, which are gathered and reduced together.
 
 A chunk has one buffer for weights whose gradients may be delayed (so that memory for these
-gradients is allocated only with the first of them), one for its other trained parameters, one for
-frozen parameters, and one for each parameter that another chunk has, too (so that both divide it in
-the same way).
+gradients is allocated only with the first of them), or several of about the same size if its
+gradients are reduced in parts. It has one for its other trained parameters, one for frozen
+parameters, and one for each parameter that another chunk has, too (so that both divide it in the
+same way).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -23,6 +24,7 @@ from zeropp.engine.ranks.collectives import DataGroups
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import Settings
 from zeropp.engine.walk import LayerSizes
+from zeropp.schedule.cuts import runs
 from zeropp.schedule.plan import Plan
 from zeropp.types.layout import InfeasibleError
 
@@ -60,16 +62,20 @@ def make_flats(
         ends[0].parameters += ends[1].parameters
         entries.remove(ends[1])
     delayed = {id(weight) for weight in deferred}
-    buckets: defaultdict[tuple[bool, bool, Name | None, torch.dtype | None], list[_NamedParameter]]
+    buckets: defaultdict[
+        tuple[bool, bool, Name | None, torch.dtype | None, int], list[_NamedParameter]
+    ]
     buckets = defaultdict(list)
+    part_of = _parts(entries, delayed, plan.gradient_parts)
     for entry in entries:
         first = entry.parameters[0]
         shared = next((name for name in entry.names if name in (tied or ())), None)
         late = shared is None and first.requires_grad and id(first) in delayed
         # Layers that compute in several types keep them; mixed precision has one for all.
         kept_dtype = first.dtype if plan.precision == "fp32" or id(first) in in_fp32 else None
-        buckets[first.requires_grad, late, shared, kept_dtype].append(entry)
-    for (trainable, late, shared, _), bucket in buckets.items():
+        part = part_of[id(first)] if late else 0
+        buckets[first.requires_grad, late, shared, kept_dtype, part].append(entry)
+    for (trainable, late, shared, *_), bucket in buckets.items():
         rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         first_name = tied[0] if shared is not None and tied is not None else None
@@ -117,6 +123,14 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_NamedParameter]:
             entry = entries.setdefault(id(parameter), _NamedParameter((), [parameter]))
             entry.names += ((index, name),)
     return list(entries.values())
+
+
+def _parts(
+    entries: Iterable[_NamedParameter], delayed: Collection[int], parts: int
+) -> dict[int, int]:
+    """The part of each delayed weight, by identity; a backward comes to part 0 first."""
+    weights = [e.parameters[0] for e in reversed([*entries]) if id(e.parameters[0]) in delayed]
+    return dict(zip(map(id, weights), runs([w.numel() for w in weights], parts), strict=True))
 
 
 def _types(bucket: Sequence[_NamedParameter], plan: Plan, *, wide: bool) -> Types:

@@ -185,8 +185,8 @@ def stage_parameters(plan: SizedPlan, stage: int) -> float:
 def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]:
     """The parameters (on one rank, without ZeRO) that each collective of a stage moves: one
     collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
-    whose gradients may be delayed, one for other parameters, and one for a parameter that two
-    pipeline ranks share (``zeropp/engine/sharding.py``)."""
+    whose gradients may be delayed, or several, one for other parameters, and one for a parameter
+    that two pipeline ranks share (``zeropp/engine/sharding.py``)."""
     pieces = _pieces(plan, stage)
     if not program.flat_chunks:
         return pieces
@@ -194,7 +194,9 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]
     ends = {0, shape.num_pieces - 1} & set(plan.pieces_of(stage))
     shared = shape.vocab * shape.hidden if ends and shape.tied_embeddings else 0
     rest = sum(pieces) - weights - shared * len(ends)
-    return [size for size in (weights, rest, *[float(shared)] * len(ends)) if size]
+    parts = plan.parts_of(stage)
+    sizes = (*[weights / parts] * parts, rest, *[float(shared)] * len(ends))
+    return [size for size in sizes if size]
 
 
 def _pieces(plan: SizedPlan, stage: int) -> list[float]:

@@ -34,6 +34,8 @@ class RankMemory:
         # Parameters that the first and the last stage share are always gathered.
         self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
         self._copied = -1  # the flat chunk to whose last reduction ``copy`` belongs
+        self._copies: dict[bool, int] = {}  # of it, by whether gradients are early
+        self._one_buffer = plan.gradient_parts > 1  # of weight gradients, for all chunks
         self._runtime = price.torch_runtime
         self._memory, self._resident = price.memory, price.resident_gradients
         self._ahead, self._flat = price.gathers_ahead, price.flat_chunks
@@ -178,7 +180,8 @@ class RankMemory:
         if stage in self._shared:  # both are reduced together, after the first
             stages = (0, self._last) if stage == 0 else ()
         self._add_made(stage)
-        self.copy = max(self.copy, memory.reduction_step)
+        step = memory.reduction_step
+        self.copy = self.copy + step if self._one_buffer else max(self.copy, step)
         moment = self._moment(0, self.activations, 0)
         self._keep(stage)
         for part in product(stages, (True, False)):
@@ -186,6 +189,9 @@ class RankMemory:
                 self._summed.remove(part)
                 self.gradients -= self._size(*part)
         self.copy, self._copied = memory.reduction_copy, stage if self._flat else -1
+        if self._flat and (whole := memory.unsharded_gradients):
+            sizes = {early: self._size(stage, early) for early in (True, False)}
+            self._copies = {e: int(memory.reduction_copy * n / whole) for e, n in sizes.items()}
         return moment
 
     def _reduce_replicas(self, stage: int) -> Moment | None:
@@ -229,12 +235,12 @@ class RankMemory:
         """Count the gradients of a stage at their first appearance since the last reduction."""
         if (stage, early) not in self._summed:
             self._summed.add((stage, early))
-            memory, size = self._memory[stage], self._size(stage, early)
-            if stage == self._copied and memory.unsharded_gradients:
-                # What the last reduction of a flat chunk holds of them is freed before.
-                self.copy -= int(memory.reduction_copy * size / memory.unsharded_gradients)
-            self.gradients += size
-            if not memory.unsharded_gradients:
+            # What the last reduction of a flat chunk holds of them is freed before, also for
+            # another chunk where there is one buffer.
+            if stage == self._copied or (self._one_buffer and not early):
+                self.copy -= self._copies.pop(early, 0)
+            self.gradients += self._size(stage, early)
+            if not self._memory[stage].unsharded_gradients:
                 self._keep(stage)
 
     def _keep(self, stage: int) -> None:

@@ -250,6 +250,10 @@ def _timed_stage(
         backward_weight=weight,
         transfer=transfer,
         waits_for_reduction=work.program.torch_stages,
+        parts=plan.parts_of(stage),
+        again=extras.recomputation / plan.blocks[stage]
+        if plan.recomputed_per_stage[stage] == plan.blocks[stage] > 0
+        else 0.0,
         **shard_s(plan, cluster, work, stage),
     )
     if work.program.live_parameters and plan.layout.shards > 1:

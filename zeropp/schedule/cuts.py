@@ -23,6 +23,15 @@ def cut_layers(weights: Sequence[float], stage_rank: Sequence[int]) -> tuple[int
     return spread_blocks(len(blocks), tuple(stage_rank), *ends)
 
 
+def runs(sizes: Sequence[float], count: int) -> list[int]:
+    """For each of these sizes, its run: at most ``count`` runs of neighbours, about as large."""
+    run, total, numbers = 0, sum(sizes), list[int]()
+    for filled in accumulate(sizes):
+        numbers.append(run)
+        run += filled * count >= total * (run + 1)
+    return numbers
+
+
 def cut_by_weight(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Cut pieces into contiguous stages such that the largest weight of a stage is minimal.
 

@@ -14,6 +14,10 @@ action that uses the parameters, while that waits for its input; the copy that b
 reduction is done before it starts. In programs without transfers (compute actions alone) a message
 takes ``StageCost.transfer`` from the end of the action that produces it.
 
+Where gradients are reduced in parts, the last weight gradient before a reduction completes one
+after the other, evenly spread. Each is reduced from then on, and the next backward comes to a part
+once the memory of that of the last reduction is free.
+
 The loop goes once through all actions in the order of ``zeropp.schedule.program``, in which the
 inputs of every action come before it. It works on plain numbers and calls few functions, because a
 step of 64 ranks has a million actions.
@@ -191,6 +195,11 @@ class _Loop:
         self._copy_out = [0.0] * stages  # still to be done before the stage's next use
         self._start: list[float] = []
         self._end: list[float] = []
+        self._waiting: dict[int, list[float]] = {}  # when the parts of a rank's reduction end
+        in_parts = any(cost.parts > 1 for cost in costs)
+        full = in_parts and any(action.op is Op.FULL_BACKWARD for action in programs[0])
+        # Seconds of a backward, or weight gradient, from its first weight gradient to its end.
+        self._window = [c.backward_weight + (c.backward_input - c.again) * full for c in costs]
         self._table = self._how_to_time()
 
     def ends_within(self, limit_s: float) -> bool:
@@ -231,7 +240,7 @@ class _Loop:
         """Time the next ``count`` actions. All that is done once per action is in this loop."""
         ready, busy, m, table = self._ready, self._busy, self._m, self._table
         compute, ranks = self._compute, self._stage_rank
-        unsharded, copy_out = self._unsharded, self._copy_out
+        unsharded, copy_out, waiting = self._unsharded, self._copy_out, self._waiting
         add_start, add_end = self._start.append, self._end.append
         begin = len(self._start)
         for stage, op, microbatch in self._sequence.actions[begin : begin + count]:
@@ -254,11 +263,17 @@ class _Loop:
                 if unsharded[stage] > start:
                     self._stall_gather[rank] += unsharded[stage] - start
                     start = unsharded[stage]
-                end = compute[rank] = start + seconds[stage]
+                end = start + seconds[stage]
+                if waiting and op is Op.FULL_BACKWARD:
+                    end = max(end, self._with_room(stage, rank))
+                compute[rank] = end
                 busy[rank] += seconds[stage]
                 ready[place + moves[stage]] = end + after[stage]
             elif kind == _WEIGHT:
-                end = compute[rank] = start + seconds[stage]
+                end = start + seconds[stage]
+                if waiting:
+                    end = max(end, self._with_room(stage, rank))
+                compute[rank] = end
                 busy[rank] += seconds[stage]
             elif kind == _SEND:
                 start = max(start, lane[rank])
@@ -295,11 +310,26 @@ class _Loop:
             return start, end
         self._compute[rank] += cost.copy_in
         self._busy[rank] += cost.copy_in
-        start = max(link[rank], self._compute[rank])
-        end = link[rank] = self._reduced[stage] = start + cost.reduce_grad
+        parts, part_s = cost.parts, self._window[stage] / cost.parts
+        complete = (self._compute[rank] - part_s * later for later in reversed(range(parts)))
+        start = max(link[rank], self._compute[rank] - part_s * (parts - 1))
+        ends = []
+        for made in complete:
+            link[rank] = max(link[rank], made) + cost.reduce_grad / parts
+            ends.append(link[rank])
+        end = self._reduced[stage] = link[rank]
+        if parts > 1:
+            self._waiting[rank] = ends
         if cost.waits_for_reduction:
             self._compute[rank] = end
         return start, end
+
+    def _with_room(self, stage: int, rank: int) -> float:
+        """When a backward, or weight gradient, ends at the earliest, as each part waits for the
+        memory of one that is reduced."""
+        ends = self._waiting.pop(rank, [0.0])
+        left = self._window[stage] / len(ends)
+        return max(end + left * (len(ends) - part) for part, end in enumerate(ends))
 
     def _copied(self, stage: int, op: Op, rank: int, place: int) -> tuple[float, float]:
         """The times of a copy to the host's memory or back, or of a release behind one."""

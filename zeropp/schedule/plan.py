@@ -77,6 +77,7 @@ class SizedPlan:
     reduce_every: ReduceEvery = "unit"
     reduce_dtype: WireType = "fp32"
     sum_dtype: WireType = "fp32"  # the type in which gradients of microbatches are added
+    gradient_parts: int = 1  # in which a chunk's gradients are reduced; 1: as a whole
     prefetch: int = 1
     split_backward: bool = True
     activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
@@ -144,6 +145,10 @@ class SizedPlan:
     def offloaded_per_stage(self) -> tuple[int, ...]:
         """The number of blocks whose tensors wait in the host's memory, per stage."""
         return tuple(map(min, self.blocks, self.offloaded)) or (0,) * len(self.blocks)
+
+    def parts_of(self, stage: int) -> int:
+        """The parts in which the gradients of a stage are reduced; none is less than a matrix."""
+        return max(1, min(self.gradient_parts, self.blocks[stage] * (3 + self.shape.gates)))
 
     @property
     def offload_blocks(self) -> int:

@@ -273,6 +273,9 @@ class StageCost:
     update: float = 0.0
     gather_updated: float = 0.0
     waits_for_reduction: bool = False  # compute waits until the stage's gradients are reduced
+    # The parts in which they are reduced. Several have one buffer for all chunks of a rank.
+    parts: int = 1
+    again: float = 0.0  # of a backward, before its first weight gradient: what is recomputed
 
     @property
     def compute(self) -> float:
@@ -369,6 +372,18 @@ def for_torch(program: RankProgram) -> RankProgram:
     """The actions that torch's runtime knows, which leaves the end of a step to its caller and
     sends nothing to the host."""
     return tuple(action for action in program if action.op not in STEP_END | OFFLOAD)
+
+
+def before_reductions(program: RankProgram) -> frozenset[Action]:
+    """The last weight gradient of a stage before each of its reductions."""
+    latest: dict[int, Action] = {}
+    found = set[Action]()
+    for action in program:
+        if action.op in MAKES_GRADIENTS:
+            latest[action.stage] = action
+        elif action.op is Op.REDUCE_GRAD:
+            found.add(latest[action.stage])
+    return frozenset(found)
 
 
 @lru_cache(maxsize=1024)

@@ -59,6 +59,7 @@ def size_step(
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
         reduce_dtype=knobs.reduce_dtype,
+        gradient_parts=knobs.gradient_parts,
         prefetch=knobs.prefetch,
         split_backward=knobs.split_backward and layout.pp > 1,  # else there is no bubble to fill
         activation_cap=cap,

@@ -41,6 +41,7 @@ class StepKnobs:
     offload_blocks: Annotated[int | Auto, AT_LEAST_0] = "auto"  # per rank, kept by the host
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
+    gradient_parts: Annotated[int, AT_LEAST_1] = 1  # in which a chunk's gradients are reduced
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use
     split_backward: bool = True  # delay a pipeline's weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node

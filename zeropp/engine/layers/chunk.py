@@ -220,6 +220,8 @@ class Chunk:
         shape than the next stage expects.
         """
         self._wait()
+        if self._store.parts is not None:
+            self._store.parts.begin_forward(microbatch)
         gradients: dict[int, Tensor] = {}
         tokens = inputs[0].shape[1] if self._context else 0
         stays = [*keywords.values(), *(inputs if self.arriving is None else ())]
@@ -280,15 +282,20 @@ class Chunk:
         live.outputs = () if alone else live.outputs
 
     def backward(
-        self, microbatch: int, gradients: Sequence[Tensor], *, split: bool = False
+        self,
+        microbatch: int,
+        gradients: Sequence[Tensor],
+        *,
+        split: bool = False,
+        is_last: bool = False,
     ) -> list[Tensor]:
         """The gradients of the chunk's inputs of real or complex numbers, zeros for one on which
         the output does not depend (the stage before waits for a message); frees the microbatch's
         graph.
 
         ``gradients`` are those of its outputs of such numbers; the last stage has none but a loss.
-        ``split``: linear layers delay their weight gradients until ``backward_weight``. The first
-        stage's inputs are the batch and have no gradients.
+        ``split``: linear layers delay their weight gradients until ``backward_weight``; ``is_last``
+        as there. The first stage's inputs are the batch and have no gradients.
         """
         self._wait()
         if self.offload is not None:
@@ -297,7 +304,7 @@ class Chunk:
         seeds = [(edge, g) for edge, g in zip(live.outputs, gradients, strict=True) if edge]
         pairs = [*seeds, *((edge, None) for edge in live.losses if edge)]
         if pairs:
-            self._make_gradients(deferred=not split)
+            self._make_gradients(microbatch, deferred=not split, is_last=is_last)
             if split:
                 self._store.begin(microbatch)
             with backward_of_chunk(), self._exchanging(live.tokens):
@@ -310,21 +317,38 @@ class Chunk:
             if x.has_gradient
         ]
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: int, *, is_last: bool = False) -> None:
         """Compute the weight gradients that ``backward`` has delayed; no gathered parameters are
-        needed."""
-        self._make_gradients(deferred=True)
+        needed. ``is_last``: a reduction follows, and no weight gradient before it."""
+        self._make_gradients(microbatch, deferred=True, is_last=is_last)
         self._store.run(microbatch)
 
     def _wait(self) -> None:
         for flat in self.flats:
             flat.wait()
 
-    def _make_gradients(self, *, deferred: bool) -> None:
-        """Give parameters gradients to add to; those that may be delayed only if ``deferred``."""
+    def reduce(self) -> None:
+        """Start to sum the gradients over the shards.
+
+        Compute first waits for what other chunks have begun, so that not more than one chunk's
+        gradients take memory while they are reduced.
+        """
+        parts = self._store.parts
+        self._lanes.join_shard_reductions(but=parts.flats if parts else ())
+        if parts is not None:
+            parts.finish()
         for flat in self.flats:
-            if deferred or not flat.deferred:
+            if flat.room is None:
+                flat.reduce()
+
+    def _make_gradients(self, microbatch: int, *, deferred: bool, is_last: bool) -> None:
+        """Give parameters gradients to add to; those that may be delayed only if ``deferred``, and
+        those of parts once the first is there."""
+        for flat in self.flats:
+            if flat.room is None and (deferred or not flat.deferred):
                 flat.make_gradients()
+        if deferred and self._store.parts is not None:
+            self._store.parts.begin_backward(microbatch, is_last=is_last)
 
     def _exchanging(self, tokens: int) -> AbstractContextManager[None]:
         """Inside this context attention sees the tokens that other ranks have."""

@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from zeropp.engine.parameters.parts import GradientParts
 
 _SHORT = (torch.bfloat16, torch.float16)
 _running = False  # a chunk's backward is under way
@@ -47,8 +50,9 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, deque[Callable[[], None]]] = {}
-        self._current: deque[Callable[[], None]] | None = None
+        self._pending: dict[int, deque[tuple[Tensor, Callable[[], None]]]] = {}
+        self._current: deque[tuple[Tensor, Callable[[], None]]] | None = None
+        self.parts: GradientParts | None = None  # those of the chunk's gradients, if it has several
 
     def begin(self, microbatch: int) -> None:
         """From now on delay weight gradients; those that come belong to ``microbatch``."""
@@ -58,12 +62,12 @@ class WeightGradStore:
         """From now on compute weight gradients at once."""
         self._current = None
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, weight: Tensor, work: Callable[[], None]) -> None:
         """Keep ``work``, which adds one layer's weight gradient, or do it at once."""
         if self._current is None:
-            work()
+            self._add(weight, work)
         else:
-            self._current.append(work)
+            self._current.append((weight, work))
 
     def takes(self) -> bool:
         """Whether a backward runs whose weight gradients are added here, now or later."""
@@ -74,7 +78,13 @@ class WeightGradStore:
         pending = self._pending.pop(microbatch, deque())  # a frozen chunk has none
         with torch.no_grad():
             while pending:
-                pending.popleft()()
+                self._add(*pending.popleft())
+
+    def _add(self, weight: Tensor, work: Callable[[], None]) -> None:
+        if self.parts is None:
+            work()
+        else:
+            self.parts.add(weight, work)
 
 
 # [rows, out] with a bias, because torch would return a view of these rows, which the next layer
@@ -96,6 +106,8 @@ class _DeferredLinear(torch.autograd.Function):
         # A forward during a backward is a recomputation. The chunk's backward does not run its
         # node, only a backward that a layer starts inside itself does.
         ctx.again = store.takes()
+        if store.parts is not None and not ctx.again:
+            store.parts.count(weight if weight.is_leaf else weight._base)
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
         if early:
@@ -115,7 +127,7 @@ class _DeferredLinear(torch.autograd.Function):
             parameter, left, right = ctx.parameter, grad, rows
             if not parameter.is_leaf:  # it is a Conv1D's, transposed
                 parameter, left, right = parameter._base, rows, grad
-            ctx.store.put(lambda: accumulate(parameter, left, right))
+            ctx.store.put(parameter, lambda: accumulate(parameter, left, right))
         elif ctx.needs_input_grad[1]:
             grad_weight = grad.t() @ rows
         # Autocast computes in a smaller type than the weight's.

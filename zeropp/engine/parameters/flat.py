@@ -40,6 +40,7 @@ from zeropp.engine.ranks.collectives import (
 from zeropp.engine.ranks.lanes import Lanes, Ticket
 
 if TYPE_CHECKING:
+    from zeropp.engine.parameters.parts import GradientRoom
     from zeropp.engine.parameters.whole import WholeParameters
 
 
@@ -118,7 +119,7 @@ class FlatParameters:
         part = self._values(layout.part, types.compute) if mixed and self._zero else self.master
         self._casts = mixed and not self._zero  # every gather casts the masters to compute
         self._resident = groups.gather is None and not self._casts
-        for parameter in self._parameters:  # their memory is free before the buffer takes some
+        for parameter in self.parameters:  # their memory is free before the buffer takes some
             parameter.data = parameter.data.new_empty(0)
         self._buffer = part
         if not self._resident:
@@ -141,6 +142,7 @@ class FlatParameters:
         ]
         self._version = self.master._version
         self.whole: WholeParameters | None = None
+        self.room: GradientRoom | None = None  # for the gradients, if it is a part of a chunk
         if len(layout.spans) == 1:
             self._in_place += [
                 OptimizerShard(slot.group, slot.elements, nn.Parameter(slot.view(self.master)))
@@ -156,6 +158,16 @@ class FlatParameters:
     def owned(self) -> list[OptimizerShard]:
         """The tensors that this rank's optimizer updates."""
         return [*self._in_place, *(self.whole.shards if self.whole else ())]
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether gradients take memory that are not being reduced."""
+        return self._sums is not None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of all gradients before they are reduced."""
+        return self.layout.size * self._types.master.itemsize
 
     @property
     def rows(self) -> Tensor:
@@ -223,6 +235,8 @@ class FlatParameters:
         if self._sums is not None or not self.trainable:
             return
         self._lanes.join_reduction_of(self)
+        if self.room is not None:
+            self.room.make(self)
         self._sums = zeros(self.layout.size, self._types.master, self.master.device)
         for slot, parameters in self.members.items():
             gradient = slot.view(self._sums)
@@ -287,7 +301,7 @@ class FlatParameters:
             self._sums.zero_()
             return
         self._sums = self._reduced = None
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         for shard in self.owned:
             shard.tensor.grad = None
@@ -323,7 +337,8 @@ class FlatParameters:
         return x.untyped_storage() is self._storage
 
     @property
-    def _parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, also those that are tied."""
         return chain.from_iterable(self.members.values())
 
     @property
@@ -332,7 +347,7 @@ class FlatParameters:
 
     def _values(self, elements: ElementRange, dtype: torch.dtype) -> Tensor:
         """A range of the buffer with the parameters' values, and zeros between them."""
-        (device,) = {parameter.device for parameter in self._parameters}
+        (device,) = {parameter.device for parameter in self.parameters}
         buffer = torch.zeros(len(elements), dtype=dtype, device=device)
         for slot, parameters in self.members.items():
             common = slot.elements.intersect(elements)
@@ -351,7 +366,7 @@ class FlatParameters:
         ]
         self.show()
         if self.trainable:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 parameter.grad_dtype = None
         if self._buffer is self.master and not self._zero:
             self._views = []  # parameters stay views of what this rank keeps and updates
@@ -366,7 +381,7 @@ class FlatParameters:
     def _take_sums(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
         sums, self._sums = self._sums, None
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         assert sums is not None
         return sums

@@ -11,7 +11,7 @@ such a tensor. So the allocator does not need to know the lane's stream.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -162,9 +162,10 @@ class Lanes:
         self.join_shard_reductions()
         self.join_replica_reductions()
 
-    def join_shard_reductions(self) -> None:
-        """Let compute wait for all reductions over the shards, and free what they read."""
-        for flat in [*self.shard_reductions]:
+    def join_shard_reductions(self, but: Collection[object] = ()) -> None:
+        """Let compute wait for all reductions over the shards, ``but`` for those of some flat
+        buffers, and free what they read."""
+        for flat in [flat for flat in self.shard_reductions if flat not in but]:
             self.join_reduction_of(flat)
 
     def join_reduction_of(self, flat: object) -> None:
