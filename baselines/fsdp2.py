@@ -59,7 +59,7 @@ def shard(
     """``fully_shard`` with compute in bf16 where that is the plan's precision, and reductions in
     its ``reduce_dtype``."""
     policy = MixedPrecisionPolicy()
-    if plan.precision == "bf16":
+    if plan.precision != "fp32":
         sent = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.reduce_dtype]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=sent)
     sharded = fully_shard(

@@ -261,7 +261,7 @@ class TorchPipelineTrainer(ActionRecorder):
         seq, width = shape.seq // split, shape.hidden
         if stage == plan.schedule.num_stages:
             seq, width = shape.seq, shape.vocab
-        dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if plan.precision != "fp32" else torch.float32
         return torch.empty(
             (plan.microbatch_size, seq, width), dtype=dtype, device="meta", requires_grad=True
         )

@@ -114,7 +114,7 @@ class Contender(Generic[K]):
 
     def types_as(self, settings: Settings, precision: Precision) -> dict[str, WireType]:
         """The types of gradients as its users run it, or equal to those of all others."""
-        if settings == "users" and precision == "bf16":
+        if settings == "users" and precision != "fp32":
             return dict(self.gradient_types)
         return dict.fromkeys(self.gradient_types, "fp32")
 

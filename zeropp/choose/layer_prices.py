@@ -276,7 +276,7 @@ class LayerPrices:
         ends = sum(self.states[i].sums for i in {0, len(sizes) - 1} & set(range(begin, end)))
         rows = layout.replicate if layout.replicate_zero else 1  # that divide the optimizer's work
         masters = float(parameters * _FP32)
-        if plan.precision == "bf16" and rows > 1:
+        if plan.precision != "fp32" and rows > 1:
             masters = masters / rows + parameters * width
         kept, again = self._kept(plan, begin, end)
         out = output_bytes(sizes[end - 1], plan.precision)

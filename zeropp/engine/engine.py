@@ -378,7 +378,7 @@ class Engine:
         deferred = defer_weight_grads(blocks, store, least=least)
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
-        compute = torch.bfloat16 if plan.precision == "bf16" else None
+        compute = torch.bfloat16 if plan.precision != "fp32" else None
         arriving, leaving = (  # what one microbatch sends into the stage, and out of it
             [
                 TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
