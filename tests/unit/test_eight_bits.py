@@ -1,6 +1,7 @@
-"""Products of blocks in 8 bits (``precision=fp8``): who has them, and what they change in a price."""
+"""Products of blocks in 8 bits (``precision=fp8``): who has them, and what their price is."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_a_contender_gains_by_8_bits_or_says_why_it_has_none(name: str) -> None:
     contender = PRICED[name]
     knobs = contender.knobs()
     if name in WITHOUT:
-        with pytest.raises(InfeasibleError, match="precision=fp8: .* 8 bits"):
+        with pytest.raises(InfeasibleError, match=r"precision=fp8: .* 8 bits"):
             contender.plan(TASK, Candidate(knobs, 1))
         return
     eight, half = (
@@ -68,7 +69,9 @@ def test_zeropps_casts_are_kernels_of_their_own_where_weight_gradients_wait(pp: 
     assert contender.size(TASK, knobs, 1).program == "zeropp_fp8" + "_delayed" * (pp > 1)
 
 
-def test_a_table_says_the_precision_of_its_lines_and_older_ones_are_of_bf16(tmp_path) -> None:
+def test_a_table_says_the_precision_of_its_lines_and_older_ones_are_of_bf16(
+    tmp_path: Path,
+) -> None:
     eight, half = (
         line_of(plan_record(replace(TASK, precision=p), "zeropp", "best plans", words="none"))
         for p in ("fp8", "bf16")
@@ -77,4 +80,3 @@ def test_a_table_says_the_precision_of_its_lines_and_older_ones_are_of_bf16(tmp_
     assert key_of(eight) != key_of(half) == key_of(older)
     write(tmp_path / TABLE, [eight, older])
     assert [r.spec["precision"] for r in read_table(tmp_path / TABLE)] == ["fp8", "bf16"]
-    (tmp_path / TABLE).write_text((tmp_path / TABLE).read_text())
