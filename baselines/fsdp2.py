@@ -69,6 +69,14 @@ def shard(
     return sharded
 
 
+def take_scales(module: nn.Module, plan: SizedPlan) -> None:
+    """Take the scales of all weights that are gathered in 8 bits, in one all-reduce."""
+    if plan.precision == "fp8":
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(module)
+
+
 def count_collectives(module: FSDPModule, counters: Counter[str]) -> None:
     """Count a module's gathers as ``unshard`` and its reductions as ``reduce_grad``."""
     module.set_custom_all_gather(_CountedAllGather(counters))

@@ -171,21 +171,23 @@ class Contender(Generic[K]):
         with suppress(InfeasibleError):
             yield self.size(task, knobs, microbatch_size)
 
-    def missing(self) -> str:
+    def missing(self, precision: Precision) -> str:
         """One line if what the trainer imports is not installed here, otherwise empty."""
-        if self.extra is None or importlib.util.find_spec(self.extra[0]) is not None:
-            return ""
-        return (
-            f"contender={self.name}: {self.extra[0]} is not installed here "
-            f"(run pip install -e '.[{self.extra[1]}]')"
-        )
+        needed = [self.extra, ("torchao", "fp8") if precision == "fp8" else None]
+        for module, extra in filter(None, needed):
+            if importlib.util.find_spec(module) is None:
+                return (
+                    f"contender={self.name} precision={precision}: {module} is not installed here "
+                    f"(run pip install -e '.[{extra}]')"
+                )
+        return ""
 
     def build(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> Trainer:
         """Build this rank's trainer. All ranks must call it after torch.distributed is
         initialised. Raises RuntimeError with one line if something is not installed."""
-        if missing := self.missing():
+        if missing := self.missing(plan.precision):
             raise RuntimeError(missing)
         return cast("Trainer", _load(self.trainer)(plan, optimizer, device, seed))
 

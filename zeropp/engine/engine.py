@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from zeropp.engine.layers.context import Context
     from zeropp.engine.layers.offload import HostMemory
 
-# Elements of a weight. To add a smaller one's gradient inside its product saves less time than
-# Python takes for it.
-_LEAST_ADDED = 2**18
-
 _CLOSED = "this model was closed (create a new model, and load a checkpoint)"
 Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
@@ -374,10 +370,9 @@ class Engine:
             block.compile()
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
-        least = 0 if splits else _LEAST_ADDED
-        deferred = defer_weight_grads(blocks, store, least=least)
+        deferred = defer_weight_grads(blocks, store, delays=splits)
         others = (layer for index, layer in layers.items() if index in ends)
-        defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
+        defer_weight_grads(others, WeightGradStore(), delays=False)
         compute = torch.bfloat16 if plan.precision != "fp32" else None
         arriving, leaving = (  # what one microbatch sends into the stage, and out of it
             [
