@@ -349,6 +349,9 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "attention_dropout": 0.0,
         "params_dtype": torch.bfloat16 if plan.precision != "fp32" else torch.float32,
         "bf16": plan.precision != "fp32",
+        # Transformer Engine's current scaling; Blackwell has scales of blocks.
+        "fp8": "hybrid" if plan.precision == "fp8" else None,
+        "fp8_recipe": "mxfp8" if _is_blackwell(cuda) else "tensorwise",
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         # Megatron-Core's fused GELU has the tanh form, whatever it is given.
@@ -379,6 +382,10 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
     config = TransformerConfig(**supported_keywords(TransformerConfig, **fields))
     assert config.microbatch_group_size_per_vp_stage or not several
     return config
+
+
+def _is_blackwell(cuda: bool) -> bool:
+    return cuda and torch.cuda.get_device_capability()[0] >= 10
 
 
 def _pipeline_fields(plan: Plan) -> dict[str, Any]:

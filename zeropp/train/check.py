@@ -173,7 +173,7 @@ class _Comparison:
             )
             for name, one in self._working.items()
         }
-        compute = torch.bfloat16 if settings.precision == "bf16" else None
+        compute = None if settings.precision == "fp32" else torch.bfloat16
         self._tolerance = torch.finfo(compute or torch.float32).eps ** 0.5
         if compute is not None:
             self._compute_in(compute)
