@@ -1,5 +1,6 @@
 """Products of blocks in 8 bits (``precision=fp8``): who has them, and what their price is."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from benchmarks.records.own_cache import write
 from benchmarks.records.simulated import TABLE, line_of, plan_record, read_table
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.reading import preset
 from benchmarks.verdict.study import key_of
 from zeropp.choose.task import Candidate, Task
@@ -80,3 +81,16 @@ def test_a_table_says_the_precision_of_its_lines_and_older_ones_are_of_bf16(
     assert key_of(eight) != key_of(half) == key_of(older)
     write(tmp_path / TABLE, [eight, older])
     assert [r.spec["precision"] for r in read_table(tmp_path / TABLE)] == ["fp8", "bf16"]
+
+
+def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    hidden = {"torchao", "torchao.float8"}
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name in hidden else found(name)
+    )
+    for name in ("zeropp", "fsdp", "torch_pp"):
+        assert CONTENDERS[name].missing("bf16") == ""
+        assert CONTENDERS[name].missing("fp8") == (
+            "precision=fp8: torchao is not installed here (run pip install -e '.[fp8]')"
+        )

@@ -173,12 +173,13 @@ class Contender(Generic[K]):
 
     def missing(self, precision: Precision) -> str:
         """One line if what the trainer imports is not installed here, otherwise empty."""
-        needed = [self.extra, ("torchao", "fp8") if precision == "fp8" else None]
-        for module, extra in filter(None, needed):
-            if importlib.util.find_spec(module) is None:
+        needed = {f"contender={self.name}": self.extra}
+        if precision == "fp8":
+            needed["precision=fp8"] = ("torchao", "fp8")
+        for what, extra in needed.items():
+            if extra and importlib.util.find_spec(extra[0]) is None:
                 return (
-                    f"contender={self.name} precision={precision}: {module} is not installed here "
-                    f"(run pip install -e '.[{extra}]')"
+                    f"{what}: {extra[0]} is not installed here (run pip install -e '.[{extra[1]}]')"
                 )
         return ""
 
