@@ -334,6 +334,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
             "contender=megatron_core: needs Transformer Engine and Apex's kernel for accumulation, "
             "which are not installed (use NVIDIA's container, or contender=megatron_core_local)"
         )
+    blackwell = cuda and torch.cuda.get_device_capability()[0] >= 10
     fields: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -351,7 +352,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "bf16": plan.precision != "fp32",
         # Transformer Engine's current scaling; Blackwell has scales of blocks.
         "fp8": "hybrid" if plan.precision == "fp8" else None,
-        "fp8_recipe": "mxfp8" if _is_blackwell(cuda) else "tensorwise",
+        "fp8_recipe": "mxfp8" if blackwell else "tensorwise",
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         # Megatron-Core's fused GELU has the tanh form, whatever it is given.
@@ -382,10 +383,6 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
     config = TransformerConfig(**supported_keywords(TransformerConfig, **fields))
     assert config.microbatch_group_size_per_vp_stage or not several
     return config
-
-
-def _is_blackwell(cuda: bool) -> bool:
-    return cuda and torch.cuda.get_device_capability()[0] >= 10
 
 
 def _pipeline_fields(plan: Plan) -> dict[str, Any]:

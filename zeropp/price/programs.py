@@ -363,8 +363,13 @@ def program_as_run(name: str, *, compiled: bool, rotates: bool = True) -> Progra
 
 
 def program_of(plan: SizedPlan) -> Program:
-    """The program of a plan of the suite's models, as it runs them."""
-    return program_as_run(plan.program, compiled=plan.compile, rotates=plan.shape.family == "llama")
+    """The program of a plan of the suite's models, as it runs them. Without torch.compile torchao's
+    layers keep their inputs as they get them."""
+    rotates = plan.shape.family == "llama"
+    program = program_as_run(plan.program, compiled=plan.compile, rotates=rotates)
+    if plan.precision == "fp8" and not plan.compile and program.scaling != "fused":
+        program = replace(program, keeps_casts=False)
+    return program
 
 
 def sent_bytes(plan: SizedPlan, program: Program) -> int:
