@@ -9,12 +9,16 @@ import torch
 from torch import nn
 
 from zeropp.engine.layers.chunk import run_recomputed
+from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.schedule.plan import Plan
 
 
-def prepare_block(block: nn.Module, plan: Plan, *, recomputed: bool) -> None:
-    """Wrap a transformer block's ``forward`` for recomputation (``recomputed``) and compilation (as
-    the plan says). It is called before ``fully_shard``, so that FSDP2's hooks stay outside."""
+def prepare_block(block: nn.Module, plan: Plan, device: torch.device, *, recomputed: bool) -> None:
+    """Convert a transformer block to 8 bits, and wrap its ``forward`` for recomputation
+    (``recomputed``) and compilation, as the plan says. It is called before ``fully_shard``, so that
+    FSDP2's hooks stay outside, and the weights of 8-bit products are gathered in 8 bits."""
+    if plan.precision == "fp8":
+        to_8_bits(block, device, gathers_casts=True)
     if recomputed:
         block.forward = partial(
             run_recomputed, block.forward, recompute=plan.recompute, random=plan.shape.dropout > 0

@@ -59,7 +59,7 @@ def shard(
     """``fully_shard`` with compute in bf16 where that is the plan's precision, and reductions in
     its ``reduce_dtype``."""
     policy = MixedPrecisionPolicy()
-    if plan.precision == "bf16":
+    if plan.precision != "fp32":
         sent = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.reduce_dtype]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=sent)
     sharded = fully_shard(
@@ -67,6 +67,14 @@ def shard(
     )
     assert isinstance(sharded, FSDPModule)
     return sharded
+
+
+def take_scales(module: nn.Module, plan: SizedPlan) -> None:
+    """Take the scales of all weights that are gathered in 8 bits, in one all-reduce."""
+    if plan.precision == "fp8":
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(module)
 
 
 def count_collectives(module: FSDPModule, counters: Counter[str]) -> None:

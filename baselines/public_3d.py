@@ -192,9 +192,15 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
     program = on_cpus or offer.program
+    if task.precision == "fp8" and program == "megatron_core_local":
+        raise InfeasibleError(
+            "precision=fp8: Megatron-Core multiplies in 8 bits by Transformer Engine alone, which "
+            "needs a GPU (use bf16, or contender=megatron_core on a GPU)",
+            "no 8 bits without Transformer Engine",
+        )
     if sums == "bf16":
         program += "+bf16.gradients=2+bf16.reduced=2"
-    elif task.precision == "bf16" and program_named(program).bf16.reduced != 4:
+    elif task.precision != "fp32" and program_named(program).bf16.reduced != 4:
         program += "+bf16.reduced=4"
     plan = SizedPlan(
         contender=knobs.name,

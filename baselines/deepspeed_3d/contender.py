@@ -199,7 +199,14 @@ def _program(
 
 
 def check_types(precision: Precision, *, sums: WireType, sent: WireType) -> None:
-    """Raise InfeasibleError if gradients of fp32 parameters would be added or sent in bf16."""
+    """Raise InfeasibleError if gradients of fp32 parameters would be added or sent in bf16, or if
+    products are asked for in 8 bits."""
+    if precision == "fp8":
+        raise InfeasibleError(
+            "precision=fp8: DeepSpeed 0.19.8 converts no layers to 8 bits (use bf16, or another "
+            "contender)",
+            "DeepSpeed converts no layers to 8 bits",
+        )
     for name, kind in (("grad_accum_dtype", sums), ("reduce_dtype", sent)):
         if precision == "fp32" and kind == "bf16":
             raise InfeasibleError(

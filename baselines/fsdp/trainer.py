@@ -18,6 +18,7 @@ from baselines.fsdp2 import (
     finish_step,
     full,
     shard,
+    take_scales,
     world_mesh,
 )
 from baselines.model import build_piece, sliced_cross_entropy
@@ -76,6 +77,7 @@ class FsdpTrainer(ActionRecorder):
             clip_norm=self._clip_norm,
         )
         self._optimizer.step()
+        take_scales(model, plan)
         return result
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -102,7 +104,7 @@ class FsdpTrainer(ActionRecorder):
         for index in range(shape.num_pieces):
             piece = build_piece(shape, index, seed, self._device)
             if 0 < index < head:
-                prepare_block(piece, plan, recomputed=plan.recomputes(index, index))
+                prepare_block(piece, plan, self._device, recomputed=plan.recomputes(index, index))
             # Tied embedding and head share a parameter, so both belong to the root module's group.
             if not (shape.tied_embeddings and index in (0, head)):
                 again = index != head and program_named(plan.program).reshard_after_forward

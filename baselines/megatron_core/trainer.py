@@ -223,12 +223,12 @@ class MegatronTrainer(ActionRecorder):
                     pieces = {part.piece: piece.state_dict()}  # of one at a time
                 values = [pieces[part.piece][name] for name in part.names]
                 parameter.copy_(part.parts(values, layout.tp)[self._tp_group.rank()])
-        return model.bfloat16() if plan.precision == "bf16" else model
+        return model.bfloat16() if plan.precision != "fp32" else model
 
     def _build_optimizer(self, config: OptimizerConfig) -> Any:
         """Megatron-Core's optimizer around that of every contender. The distributed optimizer is
         made with Adam only, but then steps any that has its shards."""
-        zero, bf16 = self._plan.layout.replicate_zero == 1, self._plan.precision == "bf16"
+        zero, bf16 = self._plan.layout.replicate_zero == 1, self._plan.precision != "fp32"
         settings = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -334,6 +334,7 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
             "contender=megatron_core: needs Transformer Engine and Apex's kernel for accumulation, "
             "which are not installed (use NVIDIA's container, or contender=megatron_core_local)"
         )
+    blackwell = cuda and torch.cuda.get_device_capability()[0] >= 10
     fields: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -347,8 +348,11 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "gated_linear_unit": shape.gates == 2,
         "hidden_dropout": shape.dropout,
         "attention_dropout": 0.0,
-        "params_dtype": torch.bfloat16 if plan.precision == "bf16" else torch.float32,
-        "bf16": plan.precision == "bf16",
+        "params_dtype": torch.bfloat16 if plan.precision != "fp32" else torch.float32,
+        "bf16": plan.precision != "fp32",
+        # Transformer Engine's current scaling; Blackwell has scales of blocks.
+        "fp8": "hybrid" if plan.precision == "fp8" else None,
+        "fp8_recipe": "mxfp8" if blackwell else "tensorwise",
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         # Megatron-Core's fused GELU has the tanh form, whatever it is given.
@@ -393,7 +397,7 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.chunks if several else None,
         "pipeline_model_parallel_layout": rows,
-        "pipeline_dtype": torch.bfloat16 if plan.precision == "bf16" else torch.float32,
+        "pipeline_dtype": torch.bfloat16 if plan.precision != "fp32" else torch.float32,
         "microbatch_group_size_per_vp_stage": microbatch_group(layout.pp, plan.num_microbatches)
         if several
         else None,

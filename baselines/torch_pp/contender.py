@@ -116,6 +116,12 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1)))
     schedule = if_auto(knobs.schedule, _simple_schedule(task, knobs, degrees, microbatch_size))
     _refuse(knobs, schedule)
+    if task.precision == "fp8" and degrees.tp > 1 and knobs.name == "torch_pp":
+        raise InfeasibleError(
+            f"contender.tp={degrees.tp}: torch PP's layers on DTensors have no products in 8 bits "
+            "(use 1, precision=bf16, or contender=torchtitan, which is priced)",
+            "no 8 bits on DTensors",
+        )
     layout = replace(
         degrees,
         chunks=if_auto(knobs.chunks, _FIXED_CHUNKS.get(schedule, default_chunks(task, degrees))),

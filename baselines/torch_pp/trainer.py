@@ -38,6 +38,7 @@ from baselines.fsdp2 import (
     full,
     local,
     shard,
+    take_scales,
     world_mesh,
 )
 from baselines.model import Block, Embedding, build_piece, cross_entropy
@@ -208,6 +209,8 @@ class TorchPipelineTrainer(ActionRecorder):
             copy=self._copy,
         )
         self._optimizer.step()
+        for chunk in self._chunks.values():
+            take_scales(chunk.pieces, self._plan)
         return result
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -229,7 +232,7 @@ class TorchPipelineTrainer(ActionRecorder):
             if layout.tp > 1:
                 cut_piece(piece, self._mesh["tp"], sequence_parallel=layout.sequence_parallel)
             if 0 < index < shape.num_pieces - 1:
-                prepare_block(piece, plan, recomputed=plan.recomputes(stage, index))
+                prepare_block(piece, plan, self._device, recomputed=plan.recomputes(stage, index))
             sharded = shard(piece, mesh, plan, reshard_after_forward=False)
             if not pieces:  # a chunk is gathered as a whole, so its first piece alone is counted
                 count_collectives(sharded, self._counts)
@@ -261,7 +264,7 @@ class TorchPipelineTrainer(ActionRecorder):
         seq, width = shape.seq // split, shape.hidden
         if stage == plan.schedule.num_stages:
             seq, width = shape.seq, shape.vocab
-        dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if plan.precision != "fp32" else torch.float32
         return torch.empty(
             (plan.microbatch_size, seq, width), dtype=dtype, device="meta", requires_grad=True
         )

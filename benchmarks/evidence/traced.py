@@ -152,6 +152,7 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
         cluster=preset("cluster", row["cluster"], Cluster),
         num_gpus=int(row["num_gpus"]),
         global_batch=int(row["global_batch"]),
+        precision=row.get("precision") or "bf16",
         memory_margin=float(row.get("memory_margin") or MEMORY_MARGIN),
     )
     return Cell(task, float(row["bandwidth"]))

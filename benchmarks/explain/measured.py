@@ -18,7 +18,7 @@ from benchmarks.explain.logs import Measurement, Step, measurement
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import indented, lost, table_of
 from benchmarks.report.ratio_errors import priced_runs
-from benchmarks.specification import SpecError
+from benchmarks.specification import DTYPES, SpecError
 from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
 from benchmarks.validation.stated import at_rate, cluster_of, measured_s
 from zeropp.choose.task import Candidate
@@ -185,13 +185,12 @@ def _distance(row: PublishedRow, question: Question) -> float:
     """How far a published run is from the question's, as a sum of logarithms of ratios; another
     type of products, or full recomputation on one side alone, counts as a factor of e."""
     task = question.task
-    eight_bit = row.dtype not in ("bf16", "fp16", "fp32")
     recomputes = getattr(question.knobs, "recompute", "none") == "full"
     return (
         2 * abs(log(parameter_count(row.shape) / parameter_count(task.shape)))
         + 0.5 * abs(log(row.num_gpus / task.num_gpus))
         + 0.5 * abs(log(row.seq / task.shape.seq))
-        + eight_bit
+        + ((row.dtype in DTYPES["fp8"]) != (task.precision == "fp8"))
         + ((row.recompute == "full") != recomputes)
     )
 

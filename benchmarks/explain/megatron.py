@@ -383,13 +383,15 @@ def written(plan: SizedPlan) -> str:
         "--use-tp-pp-dp-mapping": layout.placement == "pp_inner",
         "--micro-batch-size": plan.microbatch_size,
         "--global-batch-size": plan.global_batch,
-        "--bf16": plan.precision == "bf16",
+        "--bf16": plan.precision != "fp32",
+        "--fp8-format": plan.precision == "fp8" and "hybrid",
+        "--fp8-recipe": plan.precision == "fp8" and "tensorwise",
         "--overlap-grad-reduce": program.overlap_reduction,
         "--overlap-param-gather": program.overlap_updated and layout.replicate_zero == 1,
         "--tp-comm-overlap": program.overlap_tensor and layout.sequence_parallel,
         "--cross-entropy-loss-fusion": program.fused_loss,
         "--cross-entropy-fusion-impl": program.fused_loss and "te",
-        "--grad-reduce-in-bf16": plan.precision == "bf16" and program.bf16.gradients == 2,
+        "--grad-reduce-in-bf16": plan.precision != "fp32" and program.bf16.gradients == 2,
         "--no-gradient-accumulation-fusion": not program.fused_accumulation,
     }
     if plan.recompute != "none":

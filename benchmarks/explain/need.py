@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.report.ratio_errors import need_text, priced_runs, ratio_text
 from benchmarks.report.searches import MOST_GAP, Best
+from benchmarks.specification import DTYPES
 from benchmarks.specification.contenders import program_label
 from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of, measured_s
@@ -79,7 +80,7 @@ def _published(task: Task) -> Iterator[str]:
     found: dict[str, tuple[float, str]] = {}
     for run in priced_runs():
         same = all(int(run[name]) == getattr(task.shape, name) for name in _CASE)
-        same &= run["device"] == task.cluster.device.name and run["dtype"] in ("bf16", "fp16")
+        same &= run["device"] == task.cluster.device.name and run["dtype"] in DTYPES[task.precision]
         same &= int(run["num_gpus"]) == task.num_gpus
         same &= int(run["global_batch"]) == task.global_batch
         if not same or METRICS[run["metric"]].kind not in SPEEDS:

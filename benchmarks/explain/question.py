@@ -221,11 +221,6 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
         chosen = {k: off for k, off in WITHOUT_OFFLOAD.items() if k in own_knobs} | chosen
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
-    if own and reading.traits.get("eight_bit") and not spec.cluster.device.eight_bit_gain:
-        raise SpecError(
-            f"cluster={spec.cluster.name}: no products of 8 bits there (use h100, or take them out "
-            "of the file)"
-        )
     size = settings.get("microbatch_size", "auto")
     margin = spec.memory_margin
     room = memory_room(contender.published_as).share if margin is None else margin

@@ -50,8 +50,9 @@ class Reading:
 
     def multiply_in_8_bits(self, key: str, scaling: Scaling = "fused") -> None:
         """Note the 8-bit products of a key."""
-        self.traits |= {"eight_bit": True, "scaling": scaling}
-        self.derived.append(f"{key}: products in 8 bits at their measured rate (ZeroPP's in 16)")
+        self.settings["precision"] = "fp8"
+        self.traits["scaling"] = scaling
+        self.derived.append(f"{key}: products of blocks in 8 bits, at their measured rate")
 
 
 class Keys:

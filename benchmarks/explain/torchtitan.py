@@ -156,17 +156,22 @@ def _read(
     parts = keys.take("compile.components", ["model", "loss"])
     reading.traits["fused_loss"] = bool(compiled) and loss != "eager" and "loss" in parts
     reading.traits["loss_gradient"] = "sliced" if loss == "sliced" else "torch"
-    _eight_bits(keys, reading)
     reading.traits["overlap_tensor"] = bool(asynchronous and compiled)
     wanted = keys.take("training.mixed_precision_param", "bfloat16")
     reading.settings["precision"] = "bf16" if wanted == "bfloat16" else "fp32"
+    _eight_bits(keys, reading)
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
 
 
 def _eight_bits(keys: Keys, reading: Reading) -> None:
     """Converters to 8-bit products (``components/quantization``), and their scaling."""
-    recipe = keys.take("float8.recipe_name", keys.take("quantize.linear.float8.recipe_name"))
+    sections = ("float8", "quantize.linear.float8")
+    recipe, gathers = (
+        next(filter(None, [keys.take(f"{section}.{key}") for section in sections]), None)
+        for key in ("recipe_name", "enable_fsdp_float8_all_gather")
+    )
+    reading.traits["gathers_casts"] = bool(gathers) and recipe != "rowwise"
     names = list(keys.take("model.converters", []))
     names += ["float8"] * bool(keys.take("float8.enable_float8_linear", False))
     for name in names:

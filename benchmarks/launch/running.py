@@ -44,7 +44,8 @@ def check_rank(point: Point, *, here: bool = True) -> None:
             f"model.document={document}: only prices end attention at documents "
             "(use launcher=simulate, or model.document=0)"
         )
-    if here and (missing := CONTENDERS[point.spec.contender.name].missing()):
+    spec = point.spec
+    if here and (missing := CONTENDERS[spec.contender.name].missing(spec.precision)):
         raise SpecError(missing)
 
 

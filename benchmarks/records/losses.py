@@ -11,7 +11,7 @@ from statistics import median
 # How far a step's loss may be from the right one, relative to it. In fp32 the five contenders of
 # the measured peers were at most 1e-5 apart after 12 steps; in bf16 a contender was 4e-3 from one
 # process in the gate's steps, which are larger than a run's.
-BAND = {"fp32": 0.01, "bf16": 0.02}
+BAND = {"fp32": 0.01, "bf16": 0.02, "fp8": 0.02}
 
 
 def beyond(losses: Sequence[float], right: Sequence[float], precision: str) -> str:

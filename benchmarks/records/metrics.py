@@ -42,7 +42,7 @@ def mfu(spec: RecordedSpec | RunSpec, step_s: float) -> float | None:
 
 def share_of_peak(device: Device | RecordedDevice, precision: str, tflops: float) -> float | None:
     """TFLOP/s divided by the device's dense peak at a precision; None if that is not known."""
-    peak = device.peak_bf16_tflops if precision == "bf16" else device.peak_fp32_tflops
+    peak = device.peak_bf16_tflops if precision != "fp32" else device.peak_fp32_tflops
     return None if peak is None else tflops / peak
 
 

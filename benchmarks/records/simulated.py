@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.records.record import SCHEMA_VERSION, RecordError, RunRecord
 from benchmarks.specification.reading import preset
@@ -23,6 +23,7 @@ from zeropp.price.cluster import Cluster
 from zeropp.price.lost_time import TimeBreakdown
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import MemoryBytes
+from zeropp.types.literals import Precision
 from zeropp.types.shape import ModelShape
 
 TABLE = "plans.csv"
@@ -100,6 +101,7 @@ def plan_record(
     name = f"{task.shape.name}-{contender}-{task.num_gpus}gpu-{task.cluster.name}"
     name += f"-{_MODES[basis]}-{task.global_batch}"
     name += f"-{bandwidth:g}x" if bandwidth != 1.0 else ""
+    name += f"-{task.precision}" if task.precision != "bf16" else ""
     spec = {
         "model": asdict(task.shape),
         "cluster": asdict(task.cluster),
@@ -150,6 +152,7 @@ def line_of(record: RunRecord) -> dict[str, object]:
         "num_gpus": spec["num_gpus"],
         "global_batch": spec["global_batch"],
         "bandwidth": spec["bandwidth"],
+        "precision": spec["precision"],
         "contender": spec["contender"]["name"],
         "mode": _MODES[record.basis],
         "provenance": record.provenance,
@@ -182,11 +185,12 @@ def read_table(path: Path) -> list[RunRecord]:
 
 
 def _record_in(line: Mapping[str, str]) -> RunRecord:
-    task = Task(  # of bf16, as conf/experiment/claim_33.yaml has it
+    task = Task(
         shape=shape_named(line["model"]),
         cluster=preset("cluster", line["cluster"], Cluster),
         num_gpus=int(line["num_gpus"]),
         global_batch=int(line["global_batch"]),
+        precision=cast("Precision", line.get("precision") or "bf16"),  # older tables do not say it
     )
     setting = predicted = None
     if line["step_s"]:

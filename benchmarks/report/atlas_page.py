@@ -36,10 +36,12 @@ if TYPE_CHECKING:
 CHOICES = {  # the columns of a case, and what the page calls them
     "model": "Model",
     "seq": "Sequence, tokens",
+    "precision": "Precision",
     "cluster": "Cluster",
     "num_gpus": "GPUs",
     "per_gpu": "Sequences per GPU and step",
 }
+_OF_MAP = [*CHOICES][:-2]  # the others are its sides
 _NUMBERS = ("seq", "num_gpus", "per_gpu")
 # Rows of which one search has had plans with and without tensor parallelism.
 _WHOLE = {name for name, row in ROWS.items() if row.contender.space.tensor
@@ -202,6 +204,7 @@ def _choices(row: dict[Any, Any]) -> list[str]:
     return [
         display.model_label(row["model"]).removesuffix(f" {row['seq'] // 1024}k"),
         f"{row['seq']:,}",
+        row["precision"],
         display.cluster_label(row["cluster"]),
         f"{row['num_gpus']:,}",
         f"{row['global_batch'] / row['num_gpus']:g}",
@@ -264,7 +267,7 @@ def chart(rows: pd.DataFrame) -> alt.ConcatChart:
 
     lines = cases(rows)
     # The page opens in the middle of the largest map.
-    maps = lines.groupby(["model", "seq", "cluster"], sort=False)
+    maps = lines.groupby(_OF_MAP, sort=False)
     largest = max((of for _, of in maps), key=len)
     first = largest.iloc[len(largest) // 2]
     options = {
@@ -358,7 +361,7 @@ def _map(lines: pd.DataFrame, options: dict[str, list[str]]) -> alt.LayerChart:
             text="words:N"
         ),
     ]
-    key = " + '|' + ".join([*list(CHOICES)[:3], "datum.num_gpus", "datum.per_gpu"])
+    key = " + '|' + ".join([*_OF_MAP, "datum.num_gpus", "datum.per_gpu"])
     winners = pd.DataFrame([*_winners(lines)])
     from_ = alt.LookupData(winners, "case", ["shown", "words"])
     return (

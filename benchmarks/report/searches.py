@@ -21,6 +21,7 @@ from operator import itemgetter
 from typing import Any
 
 from benchmarks.report.ratio_errors import Room, memory_room, priced_runs
+from benchmarks.specification import DTYPES
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import ROWS, Compared
 from benchmarks.specification.progress import progress_line
@@ -272,7 +273,7 @@ def _ran(
 ) -> bool:
     """Whether a published run on the task's devices held as much as the plan does: then it fits,
     whatever its price."""
-    if run["device"] != task.cluster.device.name or run["dtype"] not in ("bf16", "fp16"):
+    if run["device"] != task.cluster.device.name or run["dtype"] not in DTYPES[task.precision]:
         return False
     memory_gib = task.cluster.device.memory_gib  # of which sources state the nominal size
     if not 0.95 < float(run["memory_gib"] or memory_gib) / memory_gib < 1.05:

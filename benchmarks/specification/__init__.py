@@ -13,6 +13,9 @@ CONF = DATA / "conf"
 # ``measure.gate_tolerance`` by default; runs with another one are marked wherever they are shown.
 GATE_TOLERANCE = 1e-4
 
+# The types of published runs that have the products of a precision.
+DTYPES = {"fp32": ("fp32",), "bf16": ("bf16", "fp16"), "fp8": ("fp8", "mxfp8")}
+
 
 class SpecError(ValueError):
     """Bad input. The message is one line with the field, its value and what would work."""

@@ -180,21 +180,22 @@ def knobs_from(values: Any) -> Knobs:
     return knobs
 
 
+_NEEDED = {"fp32": "peak_fp32_tflops", "bf16": "peak_bf16_tflops", "fp8": "eight_bit_gain"}
+
+
 def check_priced(cluster: Cluster, precision: Precision) -> None:
     """Raise SpecError if the device's peak is not known for the precision, since nothing can be
     priced then."""
     if not is_priced(cluster, precision):
         raise SpecError(
-            f"cluster={cluster.name}: device {cluster.device.name} has no peak_{precision}_tflops "
-            "to price with (use another cluster or precision)"
+            f"cluster={cluster.name}: device {cluster.device.name} has no {_NEEDED[precision]} to "
+            f"price precision={precision} with (use another cluster or precision)"
         )
 
 
 def is_priced(cluster: Cluster, precision: Precision) -> bool:
     """Whether the device's peak is known for the precision, so that plans can be priced."""
-    device = cluster.device
-    peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
-    return peaks[precision] is not None
+    return getattr(cluster.device, _NEEDED[precision]) is not None
 
 
 def load_spec(path: Path) -> RunSpec:

@@ -15,6 +15,7 @@ from typing import cast
 from baselines.fsdp.contender import accumulated, offloaded_pieces, recomputed_pieces
 from baselines.torch_pp.contender import torch_schedule
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
+from benchmarks.specification import DTYPES
 from benchmarks.specification.reading import preset
 from benchmarks.validation.rows import PublishedRow, UnpredictableError
 from benchmarks.validation.stated import cluster_of, preset_of
@@ -30,13 +31,12 @@ from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import Schedule
 from zeropp.types.layout import Layout
-from zeropp.types.literals import Auto, Precision, Recompute, ReduceEvery, ReplicateZero
+from zeropp.types.literals import PRECISIONS, Auto, Precision, Recompute, ReduceEvery, ReplicateZero
 from zeropp.types.shape import ModelShape
 
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-EIGHT_BIT = ("fp8", "mxfp8")  # of the products of blocks; all else has 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +134,9 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
 
 
 def _precision(row: PublishedRow) -> Precision:
-    if row.dtype == "fp32":
-        return "fp32"
-    eight_bit = row.dtype in EIGHT_BIT and preset_of(row.device).device.eight_bit_gain is not None
-    if row.dtype in ("fp16", "bf16") or eight_bit:
-        return "bf16"
+    precision = next((name for name in PRECISIONS if row.dtype in DTYPES[name]), None)
+    if precision and (precision != "fp8" or preset_of(row.device).device.eight_bit_gain):
+        return precision
     raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
 
 
@@ -160,11 +158,10 @@ def program_of(row: PublishedRow) -> Program:
         "overlap_tensor": row.overlap_tensor,
         "traffic_factor": 1.0 if row.compiled else None,  # element-wise chains are one kernel
         "zero1_group": row.zero1_group,
-        "eight_bit": row.dtype in EIGHT_BIT or None,
         "scaling": row.scaling or ("mx" if row.dtype == "mxfp8" and own != "fused" else None),
     }
     changed = {name: value for name, value in stated.items() if value is not None}
-    return replace(program, **changed, **{precision: state})  # type: ignore[arg-type]
+    return replace(program, **changed, **{"fp32" if precision == "fp32" else "bf16": state})  # type: ignore[arg-type]
 
 
 def _cuts(case: Case, stages: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.validation.cases import EIGHT_BIT
+from benchmarks.specification import DTYPES
 from benchmarks.validation.predict import Prediction, RowOutcome
 from benchmarks.validation.rows import SPEEDS, PublishedRow
 from benchmarks.validation.stated import cluster_of
@@ -78,7 +78,7 @@ def _groups(row: PublishedRow) -> list[tuple[str, str]]:
     if newer is not None:
         today = program_named(row.program).kernels >= newer.year
         words.append(f"kernels {'of' if today else 'before'} {newer.year}")
-    words += ["8 bits"] * (row.dtype in EIGHT_BIT)
+    words += ["8 bits"] * (row.dtype in DTYPES["fp8"])
     groups = [(row.source, role), (f"all {role} sources", role), ("all sources", "both")]
     groups += [(f"all on {row.device}", "both")]
     return groups + [(f"all on {row.device}, {', '.join(words)}", "both")] * bool(words)

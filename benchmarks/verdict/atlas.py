@@ -8,6 +8,7 @@ number of GPUs begin.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from benchmarks.specification.contenders import ATLAS, program_label
 from benchmarks.verdict.cells import CELL, SETTINGS, as_users, study_spec
 from benchmarks.verdict.judge import TIE
 from benchmarks.verdict.measured_pairs import pairs_of_case
-from benchmarks.verdict.study import REFERENCE, simulate_cells
+from benchmarks.verdict.study import REFERENCE, simulate_cells, with_precision
 
 COMMITTED = REFERENCE / "atlas" / TABLE
+_CELL = [*CELL, "precision"]
 _TOLERANCE = 0.02  # of the committed atlas: smaller differences are the search's own
 
 
@@ -47,7 +49,7 @@ def run(config: dict[str, Any]) -> int:
             for mode in SETTINGS
             if mode == "best" or as_users(row)
         ],
-        near=lambda cell: (cell.task.shape.name, cell.task.num_gpus),
+        near=lambda cell: (cell.task.shape.name, cell.task.num_gpus, cell.task.precision),
     )
     console = Console()
     rows = latest_ok(load_frame([out / TABLE])[0])
@@ -65,6 +67,7 @@ def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
     ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
     changes with batch, GPUs and network), each as users run the programs and with equal settings,
     as far as the rows have both; and the numbers of their sentences, of the first of these."""
+    plans = with_precision(plans)
     by_mode = {mode: _tables(plans[plans["mode"] == mode]) for mode in SETTINGS
                if (plans["mode"] == mode).any()}  # fmt: skip
     first = next(iter(by_mode.values()))
@@ -82,8 +85,8 @@ _CAPTIONS = {
 
 
 def _tables(plans: pd.DataFrame) -> dict[str, str]:
-    cells = pd.DataFrame([ratios_of(rows) | dict(zip(CELL, map(_plain, key), strict=True))
-                          for key, rows in plans.groupby(CELL, sort=True)])  # fmt: skip
+    cells = pd.DataFrame([ratios_of(rows) | dict(zip(_CELL, map(_plain, key), strict=True))
+                          for key, rows in plans.groupby(_CELL, sort=True)])  # fmt: skip
     cells = cells[cells["fastest"].notna()]
     cells["sequences"] = cells["global_batch"] / cells["num_gpus"]
     told, core = cells[~cells["cut"]], cells["core"].dropna()
@@ -102,7 +105,7 @@ def _tables(plans: pd.DataFrame) -> dict[str, str]:
         numbers[f"{name}_slower"] = f"{len(needed)}"
         numbers[f"{name}_median"] = f"{needed.median():.2f}"
         numbers[f"{name}_lowest"] = f"{needed.min():.2f}"
-    speed = plans.pivot(index=CELL, columns="contender", values="tokens_per_s_per_gpu")
+    speed = plans.pivot(index=_CELL, columns="contender", values="tokens_per_s_per_gpu")
     of_program = speed.T.groupby(program_label, sort=False).max().T
     order = dict.fromkeys(program_label(name) for name in ATLAS)
     return numbers | {
@@ -148,12 +151,18 @@ def _brief(cells: pd.DataFrame) -> str:
     """Per model, the speed without tensor parallelism over that with it: of all programs, and of
     Megatron-Core alone; the median, and the range in brackets."""
     lines = [
-        [model_label(str(name)), str(len(of)), *(_ratio(of, each) for each in _RATIOS)]
-        for name, of in cells.groupby("model", sort=False)
+        [label, str(len(of)), *(_ratio(of, each) for each in _RATIOS)]
+        for label, of in _by_model(cells)
     ]
     errors = [f"± {factor(one_program=one, tensor=True) - 1:.0%}" for one in (False, True)]
     heads = ["model", "cases", f"all programs ({errors[0]})", "all but Megatron-FSDP"]
     return markdown_table([*heads, f"Megatron-Core alone ({errors[1]})"], lines)
+
+
+def _by_model(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The cells of every model, and of its products in 8 bits, with a label."""
+    for (model, precision), of in cells.groupby(["model", "precision"], sort=False):
+        yield model_label(str(model)) + " in 8 bits" * (precision == "fp8"), of
 
 
 _RATIOS = ("without", "without_fsdp", "core")
@@ -162,13 +171,13 @@ _RATIOS = ("without", "without_fsdp", "core")
 def _need(cells: pd.DataFrame) -> str:
     """Per model, in how many cells tensor parallelism is needed, for memory or for speed."""
     reach, lines = factor(one_program=False, tensor=True), []
-    for name, of in cells.groupby("model", sort=False):
+    for label, of in _by_model(cells):
         ratio = of["without"]
         limits = (1 + _TOLERANCE, 1 + TIE, reach)
         counts = [(ratio == 0).sum(), *((ratio < 1 / limit).sum() for limit in limits)]
         counts.append((ratio > reach).sum())
         shown = [*map(str, [len(of), *counts, of["cut"].sum()]), _ratio(of, "without")]
-        lines.append([model_label(str(name)), *shown])
+        lines.append([label, *shown])
     heads = ["model", "cells", "nothing without TP fits"]
     heads += [f"TP faster by more than {limit:.0%}" for limit in (_TOLERANCE, TIE, reach - 1)]
     heads += [f"slower by more than {reach - 1:.0%}", "search cut"]

@@ -164,6 +164,7 @@ class GridSpec:
     num_gpus: list[int]
     sequences_per_gpu: list[Annotated[float, MORE_THAN_0]]
     bandwidth: Annotated[float, MORE_THAN_0] = 1.0  # times that of the clusters' own network
+    precision: Precision | None = None  # None: the study's
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -193,10 +194,10 @@ class StudySpec:
                     cluster=preset("cluster", name, Cluster),
                     num_gpus=gpus,
                     global_batch=_batch(grid.model, gpus, sequences),
-                    precision=precision,
+                    precision=grid.precision or precision,
                 )
                 cells.append(Cell(task, grid.bandwidth))
-        return list({cell.key: cell for cell in cells}.values())
+        return list({(cell.key, cell.task.precision): cell for cell in cells}.values())
 
 
 def _batch(model: str, gpus: int, sequences: float) -> int:

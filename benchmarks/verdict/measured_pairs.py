@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from benchmarks.report import style
 from benchmarks.report.evidence import VALIDATION
 from benchmarks.report.table import markdown_table
+from benchmarks.specification import DTYPES
 from benchmarks.validation.rows import PublishedRow, read_rows, training_tables
 from benchmarks.validation.stated import measured_s, preset_of
 from zeropp.price.programs import program_named
@@ -118,7 +119,7 @@ def pairs_table(which: str) -> str:
 
 
 def pairs_of_case(case: Mapping[Any, Any]) -> str:
-    """The measured pairs of a case's model, device and sequence in 16 bits and of one batch, as a
+    """The measured pairs of a case's model, device, sequence and precision, and of one batch, as a
     sentence; empty if there are none."""
     model, device = case["source"]["spec"]["model"], case["source"]["spec"]["cluster"]["device"]
     own = [
@@ -127,7 +128,7 @@ def pairs_of_case(case: Mapping[Any, Any]) -> str:
         if (pair.without.layers, pair.without.hidden, pair.without.seq)
         == (model["layers"], model["hidden"], model["seq"])
         and pair.without.device == device["name"]
-        and _precision(pair.without) == "16 bits"
+        and pair.without.dtype in DTYPES[case["precision"]]
         and pair.without.global_batch == pair.tensor.global_batch
     ]
     if not own:

@@ -87,7 +87,9 @@ def run(config: dict[str, Any]) -> int:
     with nothing if ``search=fresh``.
     """
     spec = study_spec("verdict", config["verdict"])
-    cells = spec.cells(config["precision"])
+    if {config["precision"], *(grid.precision or "bf16" for grid in spec.grids)} != {"bf16"}:
+        raise SpecError("precision: the verdict is of bf16 (use bf16, or experiment=atlas)")
+    cells = spec.cells("bf16")
     if config["launcher"]["kind"] != "simulate":
         real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
         points = points_of(real, spec_of(config), spec.tolerance)
@@ -145,22 +147,22 @@ def simulate_cells(
     it, sorted, and return the folder. Searches begin with the settings of the ``committed`` table,
     and those of cells with equal ``near`` also with the last best plans of the same row and mode. A
     given setting in which nothing fits leaves no rows, and is tried again."""
-    if config["precision"] != "bf16":  # a line of the table does not say it
-        raise SpecError(f"precision={config['precision']}: the study's table is of bf16 (use bf16)")
     known, out = known_settings(config, committed), report_folder(config)
     commit = commit_of(*git_state())
     chains: defaultdict[object, list[tuple[Hashable, Job]]] = defaultdict(list)
-    for cell in spec.cells("bf16"):
+    for cell in spec.cells(config["precision"]):
         for name, mode in parts(cell):
-            key = (*cell.key, name, mode)
+            key = (*cell.key, cell.task.precision, name, mode)
             begin, searched = known.get(key, ()), (spec.budget_s, spec.memory_margin)
             part = CellPart(cell, name, mode, spec.tolerance, begin, *searched)
             chains[near(cell), name, mode].append((key, partial(part.lines, commit)))
     lines = fill(out / TABLE, chains.values(), key_of, "searches", anew=config["rerun"] == "all")
     places = {name: place for place, name in enumerate(ROWS)}  # older tables have others, too
     lines = [line for line in lines if line["contender"] in places]
-    table = with_shared_plans(with_own(pd.DataFrame(lines)))
-    table = table.assign(place=table["contender"].map(places)).sort_values([*CELL, "mode", "place"])
+    table = pd.DataFrame(lines).pipe(with_precision)
+    table = pd.concat(with_shared_plans(with_own(own)) for _, own in table.groupby("precision"))
+    table = table.assign(place=table["contender"].map(places))
+    table = table.sort_values([*CELL, "precision", "mode", "place"])
     write(out / TABLE, table.drop(columns="place"))
     return out
 
@@ -175,11 +177,22 @@ def known_settings(config: Mapping[str, Any], committed: Path) -> dict[object, t
         return {}
     plans = pd.read_csv(committed)
     best = plans[plans["mode"].isin(["best", "own"]) & plans["setting"].notna()]
-    keys = best[[*CELL, "contender", "mode"]].itertuples(index=False, name=None)
+    keys = with_precision(best)[[*CELL, "precision", "contender", "mode"]].itertuples(
+        index=False, name=None
+    )
     return {key: (setting,) for key, setting in zip(keys, best["setting"], strict=True)}
 
 
+def with_precision(plans: pd.DataFrame) -> pd.DataFrame:
+    """The lines of a table with their precision, which is bf16 where older lines do not say it."""
+    return plans.assign(
+        precision=plans.get("precision", pd.Series("bf16", plans.index)).fillna("bf16")
+    )
+
+
 def key_of(line: Line) -> tuple[object, ...]:
-    """The cell, the part and the mode of a line of the table."""
+    """The cell, its precision, the part and the mode of a line of the table."""
     part = line["mode"] if line["mode"] in GIVEN else line["contender"]
-    return (*(line[name] for name in CELL), part, line["mode"])
+    precision = line.get("precision")  # older lines do not say it
+    said = precision if isinstance(precision, str) else "bf16"
+    return (*(line[name] for name in CELL), said, part, line["mode"])

@@ -195,7 +195,7 @@ def expect(
     broadcast the results. All ranks must call it."""
     shapes = {name: p.shape for name, p in build_model(spec.model, 0, "meta").named_parameters()}
     count = len(shapes)
-    ways = (False, True) if spec.precision == "bf16" else (False,)  # of rounding
+    ways = (False, True) if spec.precision != "fp32" else (False,)  # of rounding
     tables = torch.zeros(1 + len(ways), STEPS, 2 + 2 * count, dtype=torch.float64)
     updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
     if dist.get_rank() == 0:
@@ -369,7 +369,7 @@ def run_gate(
                 checks += checks_of(part, expected, seen)
                 del trainer
             checks += order_checks(part, contender, source, device, sgd)
-    if spec.precision == "bf16":
+    if spec.precision != "fp32":
         if "loss (sgd, fp32)" not in {check.kind for check in checks}:
             left_out.append("fp32: this configuration has no plan in fp32")
         ordered = [check for check in checks if check.kind.startswith(_ORDERED)]
@@ -536,7 +536,7 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[Ga
             torch.stack([of[name, quantity] for of in rounding]).nan_to_num(nan=0.0).amax(dim=0)
         )
         limits = spec.measure.gate_tolerance + _FACTOR * rounds.max().expand(len(errors))
-        if spec.precision == "bf16" and name not in _NUMBERS and not quantity:
+        if spec.precision != "fp32" and name not in _NUMBERS and not quantity:
             limits = limits.clone()
             limits[0] = spec.measure.gate_tolerance + _FIRST * rounds[0]
         worst = name if name in expected.shapes else ""

@@ -22,6 +22,7 @@ from baselines.model import build_model, cross_entropy
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.meters import LOADED
+from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.update.update_rules import build_optimizer
 from zeropp.price import parameter_count
@@ -49,11 +50,13 @@ class NumberTypes:
 ROUNDED: dict[Precision, NumberTypes] = {
     "fp32": NumberTypes(torch.float32, torch.float32, torch.float32),
     "bf16": NumberTypes(torch.float32, torch.bfloat16, torch.float32),
+    "fp8": NumberTypes(torch.float32, torch.bfloat16, torch.float32),
 }
 # With the next wider types, it makes almost none.
 EXACT: dict[Precision, NumberTypes] = {
     "fp32": NumberTypes(torch.float64, torch.float64, torch.float64),
     "bf16": NumberTypes(torch.float32, torch.float32, torch.float32),
+    "fp8": NumberTypes(torch.float32, torch.float32, torch.float32),
 }
 
 
@@ -100,13 +103,16 @@ class OneProcess:
         self._spec, self._batches, self._device = spec, batches, device
         self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
         self._working = build_model(spec.model, spec.seed, device).to(types.compute)
+        if spec.precision == "fp8":
+            for block in list(self._working)[1:-1]:
+                to_8_bits(block, device)
         if spec.model.dropout:
             drawn_in = ROUNDED[spec.precision].compute
             for block in list(self._working)[1:-1]:
                 block.dropout = _Dropout(spec.model.dropout, drawn_in)
         if halves:
             for module in self._working.modules():
-                if isinstance(module, nn.Linear):
+                if type(module) is nn.Linear:  # what is in 8 bits rounds by its casts
                     module.forward = partial(_in_halves, module)  # type: ignore[method-assign]
         self._plain = one_process.OneProcess(
             list(self._working),

@@ -92,7 +92,7 @@ CASES = [
     ("model.hidden=0", "model.hidden=0: must be from 1 to 2^31 - 1"),
     ("measure.timeout_s=-1", "measure.timeout_s=-1: must be at least 1"),
     ("num_gpus=lots", "num_gpus='lots'"),
-    ("precision=fp8", "precision='fp8'"),
+    ("precision=fp4", "precision='fp4'"),
     ("model.heads=5", "model.heads=5: must divide model.hidden"),
     ("model.document=4096", "model.document=4096: must be at most model.seq"),
     ("model.document=16", "only prices end attention at documents (use launcher=simulate"),

@@ -303,7 +303,7 @@ def test_torchtitans_8_bit_products_have_their_price(
     answered = priced(tmp_path, {"a.toml": text}, "num_gpus=8")
     assert plain / answered.asked.step_s == pytest.approx(gain, rel=0.05)
     assert not answered.question.reading.named
-    with pytest.raises(SpecError, match="cluster=a100: no products of 8 bits there"):
+    with pytest.raises(SpecError, match="cluster=a100: device a100 has no eight_bit_gain"):
         asked(tmp_path, {"a.toml": text}, "num_gpus=8", "cluster=a100")
 
 

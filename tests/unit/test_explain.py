@@ -98,8 +98,7 @@ def test_torchtitan_as_it_was_before_its_section_of_degrees() -> None:
     text = "\n".join(lines).replace("[training]", f"[training]\n{moved[0]}")
     text += f"\n[experimental]\n{moved[1]}\n[float8]\nenable_float8_linear = true\n"
     old = torchtitan.read(text, 16)
-    assert (old.knobs, old.settings) == (new.knobs, new.settings)
-    assert old.traits["eight_bit"]
+    assert (old.knobs, old.settings) == (new.knobs, new.settings | {"precision": "fp8"})
     assert old.named == new.named
 
 
@@ -565,7 +564,9 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     ]
     assert "--made-up=3" in asked.reading.harmless
     path.write_text(BRIDGE.replace("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed"))
-    assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.traits["eight_bit"]
+    assert (
+        ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.settings["precision"] == "fp8"
+    )
 
 
 def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
@@ -650,5 +651,5 @@ def test_a_function_of_torchtitans_registry(monkeypatch: pytest.MonkeyPatch) -> 
     degrees = [reading.knobs[name] for name in ("tp", "shard", "recompute")]
     assert degrees == [2, 4, "full"]
     assert reading.traits["overlap_tensor"]
-    assert reading.traits["eight_bit"]
+    assert reading.settings["precision"] == "fp8"
     assert any("made_up=1" in line for line in reading.named)

@@ -71,6 +71,9 @@ def outcome(cells: dict[str, str]) -> tuple[PublishedRow, Case] | str:
 GOOD = good_rows()
 
 
+PRECISION_OF = {"fp32": "fp32", "fp8": "fp8", "mxfp8": "fp8"}
+
+
 def assert_says(cells: dict[str, str], case: Case) -> None:
     """The case is what the cells say, read once more by other means."""
     shape, layout, dp = case.shape, case.layout, int(cells["dp"])
@@ -99,8 +102,7 @@ def assert_says(cells: dict[str, str], case: Case) -> None:
         "ep": ("1", cells["ep"]),
         "offload": ("activations" if case.offload_blocks else "none", cells["offload"]),
         "offload_blocks": (str(case.offload_blocks or ""), cells.get("offload_blocks", "")),
-        "8 bits": (case.program.eight_bit, cells["dtype"] in ("fp8", "mxfp8")),
-        "dtype": (case.precision, "fp32" if cells["dtype"] == "fp32" else "bf16"),
+        "dtype": (case.precision, PRECISION_OF.get(cells["dtype"], "bf16")),
         "schedule": (case.schedule, cells["schedule"] if layout.pp > 1 else "1f1b"),
         "program": (case.program.name, cells["program"]),
     }

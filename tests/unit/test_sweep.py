@@ -341,7 +341,7 @@ def test_what_is_not_known_is_left_out() -> None:
         ("optimizer.beta1", 1.5, "from 0 to less than 1"),
         ("optimizer.beta2", 1.0, "from 0 to less than 1"),
         ("optimizer.eps", -1.0, "at least 0"),
-        ("precision", "fp8", "'fp32' or 'bf16'"),
+        ("precision", "fp4", "'fp32', 'bf16' or 'fp8'"),
         ("contender.pp", "all", "'auto'"),
         ("contender.chunks", 0, "at least 1"),
         ("contender.colour", "blue", "zeropp has no such knob (it has pp, shard"),

@@ -131,7 +131,7 @@ def test_parts_of_a_cell_that_have_no_rows_are_simulated(
     study.simulate_cells(config, spec, study.COMMITTED)
     first, paper, *own = begun
     known = study.known_settings(config, study.COMMITTED)
-    assert first.known == known[(*cell.key, "fsdp", "best")]
+    assert first.known == known[(*cell.key, "bf16", "fsdp", "best")]
     assert (first.part, first.mode, paper.part) == ("fsdp", "best", "paper")
     typed = [name for name, row in COMPARED.items() if as_users(row)]
     assert [(job.part, job.mode) for job in own] == [(name, "own") for name in typed]

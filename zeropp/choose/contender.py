@@ -114,7 +114,7 @@ class Contender(Generic[K]):
 
     def types_as(self, settings: Settings, precision: Precision) -> dict[str, WireType]:
         """The types of gradients as its users run it, or equal to those of all others."""
-        if settings == "users" and precision == "bf16":
+        if settings == "users" and precision != "fp32":
             return dict(self.gradient_types)
         return dict.fromkeys(self.gradient_types, "fp32")
 
@@ -171,21 +171,24 @@ class Contender(Generic[K]):
         with suppress(InfeasibleError):
             yield self.size(task, knobs, microbatch_size)
 
-    def missing(self) -> str:
+    def missing(self, precision: Precision) -> str:
         """One line if what the trainer imports is not installed here, otherwise empty."""
-        if self.extra is None or importlib.util.find_spec(self.extra[0]) is not None:
-            return ""
-        return (
-            f"contender={self.name}: {self.extra[0]} is not installed here "
-            f"(run pip install -e '.[{self.extra[1]}]')"
-        )
+        needed = {f"contender={self.name}": self.extra}
+        if precision == "fp8":
+            needed["precision=fp8"] = ("torchao", "fp8")
+        for what, extra in needed.items():
+            if extra and importlib.util.find_spec(extra[0]) is None:
+                return (
+                    f"{what}: {extra[0]} is not installed here (run pip install -e '.[{extra[1]}]')"
+                )
+        return ""
 
     def build(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> Trainer:
         """Build this rank's trainer. All ranks must call it after torch.distributed is
         initialised. Raises RuntimeError with one line if something is not installed."""
-        if missing := self.missing():
+        if missing := self.missing(plan.precision):
             raise RuntimeError(missing)
         return cast("Trainer", _load(self.trainer)(plan, optimizer, device, seed))
 

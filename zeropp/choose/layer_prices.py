@@ -38,9 +38,11 @@ from zeropp.price.network import (
 )
 from zeropp.price.pieces import (
     BACKWARD_LAUNCHES,
+    CAST_BYTES,
     KernelSeconds,
     PassTimes,
     accumulation_bytes,
+    eight_bit_gain,
     loss_s,
     passes_of,
 )
@@ -75,23 +77,28 @@ def passes_of_layer(
     precision: Precision,
     recompute: Recompute,
 ) -> PassTimes:
-    """Seconds of one layer's passes for one microbatch."""
+    """Seconds of one layer's passes for one microbatch; with "fp8" all of its products are in 8
+    bits, as those of linear layers are, which are all but a little of them."""
     element = element_bytes(precision) * program.traffic_factor
     gain = program.attention_gain(device)
     forwards = [kernel.forward for kernel in layer.elementwise if kernel.forward]
     backwards = _backwards(layer, "input")
-    weights = _gradients_s(layer, "weight", device, precision)
+    times = eight_bit_gain(device, program, precision)
+    weights = _gradients_s(layer, "weight", device, precision, times)
+    cast = CAST_BYTES[program.scaling] * (precision == "fp8")
+    inputs = sum(of.batch * (of.m * of.k + of.k * of.n) for of in layer.products)
+    outputs = sum(of.batch * of.m * of.n for of in layer.products)
     moved = sum(element * elements for elements in _backwards(layer, "weight"))
     moved += accumulation_bytes(program, precision) * layer.trained
     adding = len(weights) + len(_backwards(layer, "weight"))
     products = [
-        matmul_s(device, precision, m=product.m, k=product.k, n=product.n, batch=product.batch)
-        for product in layer.products
+        matmul_s(device, precision, m=of.m, k=of.k, n=of.n, batch=of.batch, gain=times)
+        for of in layer.products
     ]
     h = min((max(product.k, product.n) for product in layer.products), default=0)
     kernels = KernelSeconds(
         products=sum(products),
-        transposed=sum(_gradients_s(layer, "input", device, precision)),
+        transposed=sum(_gradients_s(layer, "input", device, precision, times)),
         weights=sum(weights),
         attention=sum(
             fused_attention_s(device, precision, attention, gain=gain)
@@ -102,8 +109,10 @@ def passes_of_layer(
             for attention in layer.attentions
             if attention.has_backward
         ),
-        elementwise=stream_s(device, element * sum(forwards), len(forwards)),
-        elementwise_backward=stream_s(device, element * sum(backwards), len(backwards)),
+        elementwise=stream_s(device, element * sum(forwards) + cast * inputs, len(forwards)),
+        elementwise_backward=stream_s(
+            device, element * sum(backwards) + cast * outputs, len(backwards)
+        ),
         accumulation=stream_s(device, moved, adding),
         last=products[-1] if layer.ends_in_product else 0.0,
         wide=sum(s for s, of in zip(products, layer.products, strict=True) if max(of.k, of.n) > h),
@@ -129,16 +138,17 @@ def _backwards(layer: LayerOperators, gradient: Gradient) -> list[int]:
 
 
 def _gradients_s(
-    layer: LayerOperators, gradient: Gradient, device: Device, precision: Precision
+    layer: LayerOperators, gradient: Gradient, device: Device, precision: Precision, gain: float
 ) -> list[float]:
-    """The seconds of each product that computes such a gradient of a product's factor."""
+    """The seconds of each product that computes such a gradient of a product's factor, at ``gain``
+    times the rate of the precision."""
     seconds = []
     for product in layer.products:
         m, k, n, batch = product.m, product.k, product.n, product.batch
         if product.left == gradient:
-            seconds.append(matmul_s(device, precision, m=m, k=n, n=k, batch=batch))
+            seconds.append(matmul_s(device, precision, m=m, k=n, n=k, batch=batch, gain=gain))
         if product.right == gradient:
-            seconds.append(matmul_s(device, precision, m=k, k=m, n=n, batch=batch))
+            seconds.append(matmul_s(device, precision, m=k, k=m, n=n, batch=batch, gain=gain))
     return seconds
 
 
@@ -152,8 +162,10 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
     passes = []
     for index, layer in enumerate(sizes):
         assert layer.operators is not None  # the walk records them where something is priced
-        recompute = plan.recompute if 0 < index < len(sizes) - 1 else "none"
-        times = passes_of_layer(layer.operators, device, program, plan.precision, recompute)
+        recompute, precision = plan.recompute, plan.precision
+        if index in (0, len(sizes) - 1):  # neither recomputed nor in 8 bits
+            recompute, precision = "none", "fp32" if precision == "fp32" else "bf16"
+        times = passes_of_layer(layer.operators, device, program, precision, recompute)
         exchanged = 0.0  # keys and values count as if they had as many heads as queries
         for attention in layer.operators.attentions if plan.layout.context > 1 else ():
             size = attention.heads * attention.queries * attention.width
@@ -277,7 +289,7 @@ class LayerPrices:
         ends = sum(self.states[i].sums for i in {0, len(sizes) - 1} & set(range(begin, end)))
         rows = layout.replicate if layout.replicate_zero else 1  # that divide the optimizer's work
         masters = float(parameters * _FP32)
-        if plan.precision == "bf16" and rows > 1:
+        if plan.precision != "fp32" and rows > 1:
             masters = masters / rows + parameters * width
         kept, again = self._kept(plan, begin, end)
         out = output_bytes(sizes[end - 1], plan.precision)

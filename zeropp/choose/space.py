@@ -100,7 +100,7 @@ def sequence_choices(sequence_parallel: bool | Auto, degrees: Layout) -> tuple[b
 def wire_choices(asked: WireType | Auto, precision: Precision) -> tuple[WireType, ...]:
     """The types to try in which gradients are added or sent: that of compute, too, if it is less
     than fp32."""
-    return choices(asked, ("fp32", "bf16") if precision == "bf16" else ("fp32",))
+    return choices(asked, ("fp32", "bf16") if precision != "fp32" else ("fp32",))
 
 
 def recompute_choices(

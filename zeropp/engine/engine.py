@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from zeropp.engine.layers.context import Context
     from zeropp.engine.layers.offload import HostMemory
 
-# Elements of a weight. To add a smaller one's gradient inside its product saves less time than
-# Python takes for it.
-_LEAST_ADDED = 2**18
-
 _CLOSED = "this model was closed (create a new model, and load a checkpoint)"
 Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
@@ -377,12 +373,11 @@ class Engine:
             block.compile()
         store = WeightGradStore()
         # A store that is never open takes weight gradients at once, inside their product.
-        in_parts = plan.gradient_parts > 1
-        least = 0 if splits or in_parts else _LEAST_ADDED
-        deferred = defer_weight_grads(blocks, store, least=least)
+        delays = splits or plan.gradient_parts > 1
+        deferred = defer_weight_grads(blocks, store, delays=delays)
         others = (layer for index, layer in layers.items() if index in ends)
-        defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
-        compute = torch.bfloat16 if plan.precision == "bf16" else None
+        defer_weight_grads(others, WeightGradStore(), delays=False)
+        compute = torch.bfloat16 if plan.precision != "fp32" else None
         arriving, leaving = (  # what one microbatch sends into the stage, and out of it
             [
                 TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
@@ -394,7 +389,7 @@ class Engine:
         )
         made = make_flats(
             layers,
-            deferred if splits or in_parts else (),
+            deferred if delays else (),
             sizes=sizes,
             groups=self._groups,
             lanes=self.lanes,
@@ -403,7 +398,7 @@ class Engine:
             keeps_sums=plan.schedule.num_stages == self._layout.world == 1,
         )
         flats = list(made)
-        if in_parts and (late := [flat for flat in flats if flat.deferred]):
+        if plan.gradient_parts > 1 and (late := [flat for flat in flats if flat.deferred]):
             store.parts = GradientParts(late[::-1], room)
         sent, offload = blocks[: plan.offloaded_per_stage[stage]], None
         if host is not None and sent:

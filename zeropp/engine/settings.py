@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 from zlib import crc32
 
@@ -107,7 +108,9 @@ class Settings(StepKnobs):
     """The optimizer group of a parameter, given its (layer, name) and itself."""
     precision: Precision = "fp32"
     """``bf16``: layers compute in bf16 (their floating-point inputs are cast to it, as FSDP2 casts
-    them); masters, gradient sums and the optimizer stay fp32."""
+    them); masters, gradient sums and the optimizer stay fp32. ``fp8``: so, but linear layers whose
+    sides are multiples of 16, except those of the first and the last layer, multiply in 8 bits
+    (torchao's ``Float8Linear``, one scale per tensor; CPUs emulate it)."""
     fp32_modules: tuple[type[nn.Module], ...] = ()
     """Kinds of modules that compute in fp32 all the same (norms, for example), with their
     parameters in fp32: their inputs are cast to it, and their outputs back to bf16."""
@@ -283,6 +286,11 @@ def check_call(settings: Settings, layers: Any, loss_fn: Any) -> None:
         raise InfeasibleError(
             f"tied={tied}: must name parameters of two layers, which are numbered from 0 to "
             f"{len(layers) - 1}"
+        )
+    if settings.precision == "fp8" and find_spec("torchao") is None:
+        raise InfeasibleError(
+            "precision='fp8': torchao is not installed here (pip install 'zeropp[fp8]', or use "
+            "'bf16')"
         )
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise InfeasibleError(

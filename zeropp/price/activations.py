@@ -19,9 +19,14 @@ def boundary_bytes(work: Work) -> float:
     return work.tokens * work.shape.hidden * element_bytes(work.precision) / sequence_split(work)
 
 
+def _keeps_casts(work: Work) -> bool:
+    """Whether products of a block keep their inputs in 8 bits."""
+    return work.precision == "fp8" and work.program.keeps_casts
+
+
 def _input_bytes(work: Work) -> int:
     """Bytes per element of the input that a product of a block keeps for its weight gradient."""
-    return 1 if work.program.eight_bit else element_bytes(work.precision)
+    return 1 if _keeps_casts(work) else element_bytes(work.precision)
 
 
 def _mlp_saved(work: Work) -> int:
@@ -65,7 +70,7 @@ def block_saved(work: Work) -> float:
     if work.by_heads > 1:  # attention keeps what it got and gave; heads that are sent twice, too
         kv = max(kv, work.by_heads * work.tp * shape.head_dim)
     given = a * (work.by_heads > 1)
-    inner = (2 * a + 2 * kv + given) * e + _mlp_saved_bytes(work) + a * program.eight_bit  # a cast
+    inner = (2 * a + 2 * kv + given) * e + _mlp_saved_bytes(work) + a * _keeps_casts(work)
     inner += FP32 * shape.heads if program.flash else scores
     rotations = 0
     if not program.fused_rotary and shape.family == "llama":

@@ -15,7 +15,12 @@ from math import gcd
 from zeropp.price.cluster import Cluster
 from zeropp.price.flops import linear_weights, piece_parameters
 from zeropp.price.kernels import element_bytes, matmul_s, stream_s
-from zeropp.price.memory import optimizer_shards, sends_compute_type, zero1_ranks
+from zeropp.price.memory import (
+    gathered_in_8_bits,
+    optimizer_shards,
+    sends_compute_type,
+    zero1_ranks,
+)
 from zeropp.price.network import (
     Group,
     all_reduce_s,
@@ -219,24 +224,31 @@ def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[s
     program, shards = work.program, plan.layout.shards
     among = group_of(cluster, plan.layout, *plan.layout.shard_axes)
     sizes = collectives_of(plan, program, stage)
-    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": sent_bytes(plan, program)}
+    sent, element = sent_bytes(plan, program), element_bytes(plan.precision)
+    gathered = [size * element for size in sizes]
+    if cast := gathered_in_8_bits(plan, program, stage):
+        blocks = range(1, plan.shape.num_pieces - 1)
+        gathered = [
+            size - (piece in blocks) * cast / plan.blocks[stage]
+            for piece, size in zip(plan.pieces_of(stage), gathered, strict=True)
+        ]
     seconds = {
-        name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
-        for name, bytes_ in wire.items()
+        "unshard": sum(gather_s(cluster, among, size) for size in gathered),
+        "reduce_grad": sum(gather_s(cluster, among, size * sent) for size in sizes),
     }
     # FSDP2 copies and casts tensor by tensor where nothing is sharded.
     kernels = len(sizes) * (tensors_of(work) if program.fsdp_hooks and shards == 1 else 1)
     if program.shard_copies:  # every byte is read once and written once
-        sent, made = wire["reduce_grad"], program.state(plan.precision).gradients
+        made = program.state(plan.precision).gradients
         if program.fsdp_hooks and (not work.accumulated or plan.sum_dtype == "bf16"):
-            made = element_bytes(plan.precision)  # as autograd has made, or added, them
-        seconds["copy_out"] = stream_s(work.device, 2 * sum(sizes) * wire["unshard"], kernels)
+            made = element  # as autograd has made, or added, them
+        seconds["copy_out"] = stream_s(work.device, 2 * sum(gathered), kernels)
         seconds["copy_in"] = stream_s(work.device, sum(sizes) * (made + sent), len(sizes))
         if shards == 1:  # a copy stands for the reduction
             seconds["reduce_grad"] += stream_s(work.device, 2 * sum(sizes) * sent, len(sizes))
     if program.state(plan.precision).casts_parameters and not sends_compute_type(plan, program):
-        cast = "copy_out" if program.torch_stages else "unshard"  # which stream casts
-        seconds[cast] += stream_s(work.device, _CAST * sum(sizes) / shards, kernels)
+        stream = "copy_out" if program.torch_stages else "unshard"  # which casts
+        seconds[stream] += stream_s(work.device, _CAST * sum(sizes) / shards, kernels)
     if program.flat_chunks:  # the fp32 buffer of gradients is cleared for every reduction
         seconds["copy_in"] = stream_s(work.device, _FP32 * sum(sizes), len(sizes))
         if shards > 1:

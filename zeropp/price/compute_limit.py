@@ -50,10 +50,8 @@ def compute_limit(
     cluster: Cluster,
     num_gpus: int,
     precision: Precision,
-    eight_bit: bool = False,
 ) -> ComputeLimit:
-    """Tokens per second and GPU of the model's kernels alone, at the best microbatch that fits;
-    ``eight_bit``: with the blocks' products in 8 bits.
+    """Tokens per second and GPU of the model's kernels alone, at the best microbatch that fits.
 
     A microbatch fits if a device can hold its share of parameters, gradients and optimizer state,
     divided among all GPUs, and the least activations with which a pipeline can run without a
@@ -67,7 +65,7 @@ def compute_limit(
         Work(
             shape=shape,
             device=cluster.device.of_year(NEWEST),
-            program=replace(_IDEAL, eight_bit=eight_bit),
+            program=_IDEAL,
             precision=precision,
             recompute="none",
             microbatch=size,

@@ -55,7 +55,8 @@ def eager_pass(
     not in the table."""
     families = {"huggingface": {"llama": "llama", "gpt": "gpt_neox"}}
     families["suite"] = {"llama": "suite llama", "gpt": "suite gpt"}
-    return passes()[families.get(code, {}).get(shape.family, code), precision, part, name]
+    half: Precision = "fp32" if precision == "fp32" else "bf16"
+    return passes()[families.get(code, {}).get(shape.family, code), half, part, name]
 
 
 @cache

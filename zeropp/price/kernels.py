@@ -31,12 +31,12 @@ ATTENTION_TILE = 128
 
 def element_bytes(precision: Precision) -> int:
     """Bytes of one element of an activation."""
-    return 2 if precision == "bf16" else 4
+    return 4 if precision == "fp32" else 2
 
 
 def matmul_rate(device: Device, precision: Precision) -> float:
-    """The FLOP/s that the largest products reach."""
-    tflops = device.matmul_bf16_tflops if precision == "bf16" else device.matmul_fp32_tflops
+    """The FLOP/s that the largest products reach; with "fp8" those of 16 bits."""
+    tflops = device.matmul_fp32_tflops if precision == "fp32" else device.matmul_bf16_tflops
     return tflops * 1e12
 
 

@@ -25,7 +25,7 @@ from zeropp.price.activations import (
     head_kept,
     logits_bytes,
 )
-from zeropp.price.flops import piece_parameters
+from zeropp.price.flops import linear_weights, piece_parameters
 from zeropp.price.kernels import element_bytes
 from zeropp.price.pieces import Work, gradients_of
 from zeropp.price.plan_price import StageMemory
@@ -69,7 +69,7 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
         + _kept_buffers(plan, program, whole),
         "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
         "gradients": whole * state.gradients / layout.shards / zero2 + whole * state.half_gradients,
-        "unsharded": whole * _gathered_bytes(plan, work, stage) * separate
+        "unsharded": _gathered_bytes(plan, work, stage, whole) * separate
         + _zero3_gathered(plan, work),
         "unsharded_gradients": (whole + more) * summed,
         "early_gradients": (ends + more) * summed,
@@ -174,7 +174,14 @@ def _more_gradients(plan: SizedPlan, program: Program, pieces: range) -> float:
     return 0.0
 
 
-def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
+def gathered_in_8_bits(plan: SizedPlan, program: Program, stage: int) -> float:
+    """Parameters of a stage, on one rank without ZeRO, whose gathers bring 8 bits of each."""
+    if plan.precision != "fp8" or not program.gathers_casts:
+        return 0.0
+    return plan.blocks[stage] * linear_weights(plan.shape) / plan.layout.tp
+
+
+def _gathered_bytes(plan: SizedPlan, work: Work, stage: int, parameters: float) -> float:
     """Bytes of a stage's gathered parameters. FSDP2's hooks hold two pieces: this one, and the
     buffer of its gather or of the next one, which counts little where all pieces stay."""
     if plan.layout.shards == 1 and sends_compute_type(plan, work.program):
@@ -182,7 +189,8 @@ def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
     one_by_one = work.program.reshard_after_forward and work.program.reshard_after_backward
     ends = (0, plan.schedule.num_stages - 1)
     buffers = 2 if work.program.fsdp_root and stage not in ends and one_by_one else 1
-    return buffers * element_bytes(plan.precision)
+    in_8_bits = gathered_in_8_bits(plan, work.program, stage)
+    return buffers * (parameters * element_bytes(plan.precision) - in_8_bits)
 
 
 def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:

@@ -171,7 +171,7 @@ class KernelSeconds:
 def _block_kernels(work: Work) -> KernelSeconds:
     device, precision, tokens = work.device, work.precision, work.tokens
     cast, cast_backward = cast_bytes(work)
-    gain = eight_bit_gain(work)
+    gain = eight_bit_gain(device, work.program, precision)
 
     def product(m: int, k: int, n: int) -> float:
         return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
@@ -408,35 +408,38 @@ def block_traffic_backward(work: Work) -> float:
 
 # Bytes per element that a cast to 8 bits moves (torchao 0.13, ``float8`` and ``mx_formats``).
 # "fused": 16 bits are read, and 8 are written for a product and 8, transposed, for another one.
-# "tensorwise": the maximum comes with the kernel that makes them, and the transpose copies 8 bits.
+# "tensorwise": the maximum comes with the kernel that makes them, and the transpose copies 8 bits;
+# "apart": the maximum is read for.
 # "rowwise": along rows and along columns 16 bits are read twice, and 8 are written. "mx": the two
 # casts of 3 bytes, as long as they take on a B200 (5.5 and 3.9 TB/s by the README of mx_formats).
-_CASTS = {"fused": 4, "tensorwise": 5, "rowwise": 10, "mx": 8}
+CAST_BYTES = {"fused": 4, "tensorwise": 5, "apart": 7, "rowwise": 10, "mx": 8}
 # The share of the 8-bit rate that products with a scale per row reach: an 8B gains 10 % with them
 # on 8 H100 and 4 % on 8 B200, and 25 % with a scale per tensor on both (torchao, training.md and
 # README of mx_formats).
 _ROWWISE = 0.8
 
 
-def eight_bit_gain(work: Work) -> float:
+def eight_bit_gain(device: Device, program: Program, precision: Precision) -> float:
     """The rate of a block's products over that of 16-bit ones."""
-    if not work.program.eight_bit:
+    if precision != "fp8":
         return 1.0
-    gain = work.device.eight_bit_gain or 1.0
-    return gain * _ROWWISE if work.program.scaling == "rowwise" else gain
+    gain = device.eight_bit_gain or 1.0
+    return gain * _ROWWISE if program.scaling == "rowwise" else gain
 
 
 def cast_bytes(work: Work) -> tuple[int, int]:
     """Bytes that casts to 8 bits move in a block's forward and backward. Every input, weight and
     gradient of an output is cast; "fused" saves what inputs cost that a norm makes (Transformer
-    Engine, ``LayerNormLinear``), and weights, which are cast once per step."""
-    if not work.program.eight_bit:
+    Engine, ``LayerNormLinear``), and weights, which are cast once per step, as are those that are
+    cast before their gathers."""
+    if work.precision != "fp8":
         return 0, 0
-    products, each = linears(work), _CASTS[work.program.scaling]
+    products, each = linears(work), CAST_BYTES[work.program.scaling]
     inputs, gradients = (work.tokens * sum(side) for side in zip(*products, strict=True))
     if work.program.scaling == "fused":
         return each * work.tokens * sum(k for k, _ in products[1::2]), each * gradients
-    return each * (inputs + sum(k * n for k, n in products)), each * gradients
+    weights = 0 if work.program.gathers_casts else sum(k * n for k, n in products)
+    return each * (inputs + weights), each * gradients
 
 
 def accumulation_bytes(program: Program, precision: Precision) -> int:

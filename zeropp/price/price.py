@@ -131,8 +131,7 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
         )
         for stage in [s for s in held if s in plan.tied_stages][:1]:  # both ends, if it has both
             costs[stage] = replace(costs[stage], reduce_tied=tied_s(plan, cluster))
-    eight_bit = work.program.eight_bit
-    limit = compute_limit(plan.shape, cluster, world, plan.precision, eight_bit)
+    limit = compute_limit(plan.shape, cluster, world, plan.precision)
     return StepTimes(
         stages=tuple(costs),
         extras=tuple(first[s][1] for s in like),

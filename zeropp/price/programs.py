@@ -46,9 +46,10 @@ Updated = Literal["gather", "broadcasts", "slices"]
 LossGradient = Literal["in_place", "in_place_under_tp", "torch", "sliced"]
 # How 8-bit products get their inputs. "fused": as Transformer Engine, one kernel reads a tensor and
 # writes it and its transpose, norms write 8 bits themselves, and cast weights are kept. As torchao
-# with torch.compile: "tensorwise" casts it and then transposes that; "rowwise" reads it for the
-# maximum, and then to cast it, along rows and along columns; "mx" casts blocks of 32 along both.
-Scaling = Literal["fused", "tensorwise", "rowwise", "mx"]
+# with torch.compile: "tensorwise" casts it and then transposes that; "apart" also reads it for the
+# maximum, where that does not come with the kernel before; "rowwise" reads it for the maximum, and
+# then to cast it, along rows and along columns; "mx" casts blocks of 32 along both.
+Scaling = Literal["fused", "tensorwise", "apart", "rowwise", "mx"]
 # What a program divides evenly among pipeline stages. "pieces": blocks, where embedding and head
 # count as one block each if the number of blocks does not divide. "blocks": blocks alone.
 # "modules": embedding, blocks, final norm and head; the first stages get the remainder.
@@ -94,8 +95,11 @@ class Program:
     vocab_parallel: bool = True
     # The vocabulary is padded to a multiple of 128 without tensor parallelism, too.
     pads_vocabulary: bool = False
-    eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
     scaling: Scaling = "fused"  # of 8-bit products
+    # What 8-bit products keep of their inputs for the backward is the cast, and not the 16 bits.
+    keeps_casts: bool = True
+    # Weights of 8-bit products are cast before their gathers, once per step on the shards.
+    gathers_casts: bool = False
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
     # Queries, keys and values are products of their own, which attention takes as they are; so are
     # both parts of a gated MLP's input.
@@ -222,7 +226,7 @@ class Program:
 
     def state(self, precision: Precision) -> StateBytes:
         """The bytes per parameter at a precision."""
-        return self.bf16 if precision == "bf16" else self.fp32
+        return self.fp32 if precision == "fp32" else self.bf16
 
 
 _TRAITS = frozenset(trait.name for trait in fields(Program))
@@ -359,8 +363,13 @@ def program_as_run(name: str, *, compiled: bool, rotates: bool = True) -> Progra
 
 
 def program_of(plan: SizedPlan) -> Program:
-    """The program of a plan of the suite's models, as it runs them."""
-    return program_as_run(plan.program, compiled=plan.compile, rotates=plan.shape.family == "llama")
+    """The program of a plan of the suite's models, as it runs them. Without torch.compile torchao's
+    layers keep their inputs as they get them."""
+    rotates = plan.shape.family == "llama"
+    program = program_as_run(plan.program, compiled=plan.compile, rotates=rotates)
+    if plan.precision == "fp8" and not plan.compile and program.scaling != "fused":
+        program = replace(program, keeps_casts=False)
+    return program
 
 
 def sent_bytes(plan: SizedPlan, program: Program) -> int:

@@ -47,6 +47,8 @@ def size_step(
             f"{knobs.prefix}activation_cap={cap}: {cap_needs(layout.chunks, unit, least)} "
             "(or a smaller unit)"
         )
+    split = knobs.split_backward and layout.pp > 1  # else there is no bubble to fill
+    eight_bits = "zeropp_fp8_delayed" if split else "zeropp_fp8"
     return SizedPlan(
         contender="zeropp",
         shape=shape,
@@ -54,14 +56,14 @@ def size_step(
         microbatch_size=microbatch_size,
         schedule=unordered("zeropp", loop_placement(layout.pp, layout.chunks), microbatches, unit),
         cuts=(),
-        program="zeropp",
+        program=eight_bits if precision == "fp8" else "zeropp",
         precision=precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
         reduce_dtype=knobs.reduce_dtype,
         gradient_parts=knobs.gradient_parts,
         prefetch=knobs.prefetch,
-        split_backward=knobs.split_backward and layout.pp > 1,  # else there is no bubble to fill
+        split_backward=split,
         activation_cap=cap,
         compile=knobs.compile,
         tied_pieces=tied_pieces,
@@ -86,7 +88,7 @@ def drafts(
         activation_cap=plan.activation_cap,
         split_backward=plan.split_backward,
         # The engine computes on gathered shards, or on bf16 copies of fp32 masters.
-        gather=plan.layout.shards > 1 or plan.precision == "bf16",
+        gather=plan.layout.shards > 1 or plan.precision != "fp32",
         prefetch=plan.prefetch,
         reduce_every=plan.reduce_every,
         offloaded=plan.offloaded_stages,

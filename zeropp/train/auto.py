@@ -87,7 +87,7 @@ def plan_on_cluster(
     prices = LayerPrices(sizes, [LayerState()] * len(sizes))  # all orders have the same
     price = _prices_of(prices).of(sized, cluster)
     orders = (draft.complete() for draft in drafts(sized, price.stages))
-    is_bf16 = settings.precision == "bf16"
+    is_bf16 = settings.precision != "fp32"
     peak = cluster.device.peak_bf16_tflops if is_bf16 else cluster.device.peak_fp32_tflops
     flops = sum(layer_flops(layer.operators) for layer in sizes if layer.operators is not None)
     mfu = peak and flops / microbatch.numel() / (peak * 1e12 * num_ranks)

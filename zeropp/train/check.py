@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import get_rank
 
 from zeropp.engine.layers.chunk import compute_in_fp32
+from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
     cut_rows,
     may_have_gradient,
@@ -173,10 +174,13 @@ class _Comparison:
             )
             for name, one in self._working.items()
         }
-        compute = torch.bfloat16 if settings.precision == "bf16" else None
+        compute = None if settings.precision == "fp32" else torch.bfloat16
         self._tolerance = torch.finfo(compute or torch.float32).eps ** 0.5
         if compute is not None:
             self._compute_in(compute)
+        if settings.precision == "fp8":
+            blocks = [to_8_bits(block, model.engine.lanes.device) for block in plain[1:-1]]
+            plain = [plain[0], *blocks, *plain[1:][-1:]]
         loss = Loss(loss_fn, settings.loss_reduction, given=settings.sample_keywords)
         self._alone = OneProcess(
             plain, [*self.masters.values()], loss, compute=compute, seed=settings.dropout_seed

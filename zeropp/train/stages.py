@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import keywords_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
@@ -281,6 +282,8 @@ def _held(
         for index in plan.pieces_of(stage):
             module = made_layer(layers[index], index, seed)
             check_values(module, index)
+            if plan.precision == "fp8" and 0 < index < len(layers) - 1:
+                module = to_8_bits(module, device)
             tensors = (*module.parameters(), *module.buffers())
             if any(tensor.device != device for tensor in tensors):  # fake tensors cannot be moved
                 module.to(device)

@@ -25,7 +25,9 @@ from typing import (
 Auto = Literal["auto"]
 Axis = Literal["tp", "pp", "context", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]  # how ranks are numbered; see ``Layout``
-Precision = Literal["fp32", "bf16"]
+# "fp8": bf16, but the linear layers of blocks multiply in 8 bits.
+Precision = Literal["fp32", "bf16", "fp8"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # What a recomputed block makes again: all but attention and its products ("selective"), also the
 # products that are wider than the block's input ("mlp"), or all that is in it ("full").
 Recompute = Literal["none", "selective", "mlp", "full"]

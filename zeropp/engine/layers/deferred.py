@@ -1,7 +1,8 @@
 """Delayed weight gradients: linear layers whose backward computes dX at once and dW later.
 
 The model's code stays as it is: each module of class ``nn.Linear``, of a subclass that keeps its
-forward, or of Hugging Face's ``Conv1D`` (GPT-2) gets a class of ours that overrides the forward.
+forward, of torchao's ``Float8Linear`` or of Hugging Face's ``Conv1D`` (GPT-2) gets a class of ours
+that overrides the forward.
 The backward keeps x and dY, which is all that dW = dYᵀx needs. It does not need the weight, so a
 chunk's parameters may be released between its input gradients and its weight gradients. Norms,
 embeddings and biases are cheap, so their gradients are computed at once. So are those of weights
@@ -24,9 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeropp.engine.layers.eight_bits import EightBitProducts
+
 if TYPE_CHECKING:
     from zeropp.engine.parameters.parts import GradientParts
 
+# Elements of a weight. To add a smaller one's gradient inside its product saves less time than
+# Python takes for it.
+_LEAST_ADDED = 2**18
 _SHORT = (torch.bfloat16, torch.float16)
 _running = False  # a chunk's backward is under way
 
@@ -90,7 +96,8 @@ class WeightGradStore:
 # [rows, out] with a bias, because torch would return a view of these rows, which the next layer
 # could not change in place.
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer, [..., in] to [..., out] or [rows, out]; ``early``: a stand-in."""
+    """A linear layer, [..., in] to [..., out] or [rows, out]; ``early``: a stand-in; ``products``:
+    those in 8 bits, where it has them."""
 
     @staticmethod
     def forward(
@@ -100,9 +107,10 @@ class _DeferredLinear(torch.autograd.Function):
         bias: Tensor | None,
         store: WeightGradStore,
         early: bool,
+        products: EightBitProducts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.store = store
+        ctx.store, ctx.products = store, products
         # A forward during a backward is a recomputation. The chunk's backward does not run its
         # node, only a backward that a layer starts inside itself does.
         ctx.again = store.takes()
@@ -113,12 +121,13 @@ class _DeferredLinear(torch.autograd.Function):
         if early:
             rows = x.shape[:-1] if bias is None else (x.shape[:-1].numel(),)
             return x.new_empty(()).expand(*rows, len(weight))
-        return _product(x, weight, bias)
+        return _product(x, weight, bias, products)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        products: EightBitProducts | None = ctx.products
         x, weight = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         grad_weight = None
@@ -127,13 +136,16 @@ class _DeferredLinear(torch.autograd.Function):
             parameter, left, right = ctx.parameter, grad, rows
             if not parameter.is_leaf:  # it is a Conv1D's, transposed
                 parameter, left, right = parameter._base, rows, grad
-            ctx.store.put(parameter, lambda: accumulate(parameter, left, right))
+            ctx.store.put(parameter, lambda: accumulate(parameter, left, right, products))
         elif ctx.needs_input_grad[1]:
-            grad_weight = grad.t() @ rows
-        # Autocast computes in a smaller type than the weight's.
-        grad_x = (grad @ weight.to(grad.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
+            grad_weight = products.weight_gradient(grad, rows) if products else grad.t() @ rows
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = weight.to(grad.dtype)  # autocast computes in a smaller type than the weight's
+            grad_x = products.input_gradient(grad, weight) if products else grad @ weight
+            grad_x = grad_x.view(x.shape)
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 # The early node's inputs are saved before the product runs, so that where these are the last ones
@@ -142,27 +154,45 @@ class _Product(torch.autograd.Function):
     """The product of an ``early`` layer; torch's ``checkpoint`` skips a last one."""
 
     @staticmethod
-    def forward(ctx: Any, node: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        node: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: EightBitProducts | None,
+    ) -> Tensor:
         del ctx, node
-        return _product(x, weight, bias)
+        return _product(x, weight, bias, products)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad, None, None, None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x if bias is None else x.reshape(-1, x.shape[-1]), weight, bias)
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: EightBitProducts | None
+) -> Tensor:
+    if products is None:
+        return F.linear(x if bias is None else x.reshape(-1, x.shape[-1]), weight, bias)
+    output = products.output(x.reshape(-1, x.shape[-1]), weight)
+    return output.view(*x.shape[:-1], -1) if bias is None else output + bias
 
 
-def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+def accumulate(
+    parameter: Tensor, left: Tensor, right: Tensor, products: EightBitProducts | None = None
+) -> None:
     """Add ``leftᵀ right`` to a parameter's gradient in one matrix product, without a graph.
 
     ``left`` is [rows, first dimension of the gradient] and ``right`` is [rows, second dimension].
     Both may have a narrower number type than the gradient, which is summed in its own type. It is
-    called where gradients are disabled.
+    called where gradients are disabled. ``products``: in 8 bits.
     """
     total = parameter.grad
+    if products is not None:
+        gradient = products.weight_gradient(left, right)
+        parameter.grad = gradient.to(parameter.dtype) if total is None else total.add_(gradient)
+        return
     if total is None:
         parameter.grad = (left.t() @ right).to(parameter.dtype)
     elif total.dtype == left.dtype == right.dtype:
@@ -196,6 +226,16 @@ class DeferredLinear(nn.Linear):
         return _linear(input, self.weight, self.bias, self.store, early=self.early)
 
 
+class DeferredFloat8Linear(DeferredLinear):
+    """torchao's ``Float8Linear``: the products are in 8 bits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The forward of ``Float8Linear``: [..., in] to [..., out]."""
+        products = EightBitProducts(self)
+        weight, bias = self.weight, self.bias
+        return _linear(input, weight, bias, self.store, early=self.early, products=products)
+
+
 class DeferredConv1D(nn.Module):
     """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is [in, out]."""
 
@@ -217,18 +257,21 @@ def _linear(
     *,
     early: bool,
     transposed: bool = False,
+    products: EightBitProducts | None = None,
 ) -> Tensor:
     if not (isinstance(weight, nn.Parameter) and weight.is_leaf):  # computed from others
         return F.linear(x, weight.t() if transposed else weight, bias)
     if torch.compiler.is_compiling():
-        return _uncompiled(x, weight, bias, store, early=early, transposed=transposed)  # type: ignore[no-any-return]
+        return _uncompiled(  # type: ignore[no-any-return]
+            x, weight, bias, store, early=early, transposed=transposed, products=products
+        )
     weight = weight.t() if transposed else weight
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
     try:
-        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, early)  # type: ignore[no-untyped-call]
+        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, early, products)  # type: ignore[no-untyped-call]
         if early:
-            output = _Product.apply(output, x, weight, bias)  # type: ignore[no-untyped-call]
+            output = _Product.apply(output, x, weight, bias, products)  # type: ignore[no-untyped-call]
         return output if output.dim() == x.dim() else output.view(*x.shape[:-1], output.shape[-1])
     except RuntimeError as error:
         if "functorch" not in str(error):
@@ -242,10 +285,11 @@ _uncompiled: Any = torch.compiler.disable(_linear)  # type: ignore[no-untyped-ca
 
 
 def defer_weight_grads(
-    modules: Iterable[nn.Module], store: WeightGradStore, *, least: int = 0
+    modules: Iterable[nn.Module], store: WeightGradStore, *, delays: bool = True
 ) -> list[nn.Parameter]:
-    """Make all linear layers inside the modules use the store, except those whose weights have
-    fewer elements than ``least``; returns their weights.
+    """Make all linear layers inside the modules use the store; returns their weights. Unless it
+    ``delays`` gradients, only those in which their addition inside the product saves time: none in
+    8 bits, whose casts torch.compile joins with what is before, and no small ones.
 
     Layers with an output much larger than a hidden state (a head, with its logits) should get a
     store that is never open, because x and dY would take more memory than the rest of the chunk's
@@ -256,12 +300,14 @@ def defer_weight_grads(
         for module in root.modules():
             kind: Any = type(module)  # hashable, which mypy does not see
             delaying = _delaying(kind)
+            if delaying is not None and issubclass(delaying, DeferredFloat8Linear) and not delays:
+                continue
             if delaying is not None:  # else reading its weight may compute it
                 weight: Any = module.weight
                 is_parameter = isinstance(weight, nn.Parameter)
                 if is_parameter and weight.requires_grad and hooks_of(weight.register_hook):
                     continue  # autograd calls the hook
-                if weight.numel() < least:
+                if not delays and weight.numel() < _LEAST_ADDED:
                     continue
                 module.__class__ = delaying
                 setattr(module, "store", store)  # noqa: B010
@@ -292,6 +338,8 @@ def _delaying(kind: type[Any]) -> type[Any] | None:
         return kind
     if kind is nn.Linear:
         return DeferredLinear
+    if (kind.__module__, kind.__name__) == ("torchao.float8.float8_linear", "Float8Linear"):
+        return type(kind.__name__, (DeferredFloat8Linear, kind), {})
     if isinstance(getattr(kind, "weight", None), property):
         return None  # computed from other parameters, as by torch's ``parametrize``
     if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
