@@ -155,7 +155,8 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
         piece = build_piece(self._plan.shape, index, seed, self._device)
         cut_piece(piece, self._group)
         if isinstance(piece, Block):
-            prepare_block(piece, self._plan, recomputed=self._plan.recomputes(self._rank, index))
+            recomputed = self._plan.recomputes(self._rank, index)
+            prepare_block(piece, self._plan, self._device, recomputed=recomputed)
         return piece
 
     @contextmanager

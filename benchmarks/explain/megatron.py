@@ -394,11 +394,19 @@ def written(plan: SizedPlan) -> str:
         "--grad-reduce-in-bf16": plan.precision != "fp32" and program.bf16.gradients == 2,
         "--no-gradient-accumulation-fusion": not program.fused_accumulation,
     }
+    flags |= _memory_flags(plan)
+    given = {flag: v for flag, v in flags.items() if v is not False}
+    return " ".join(flag if v is True else f"{flag} {quote(str(v))}" for flag, v in given.items())
+
+
+def _memory_flags(plan: SizedPlan) -> dict[str, object]:
+    """The flags of what is recomputed, and of what waits in the host's memory."""
+    flags: dict[str, object] = {}
     if plan.recompute != "none":
         flags["--recompute-granularity"] = plan.recompute
     if plan.recompute == "full":
         recomputed = plan.recomputed_per_stage
-        number = sum(recomputed) if layout.pp == 1 else max(recomputed)
+        number = sum(recomputed) if plan.layout.pp == 1 else max(recomputed)
         some = number if recomputed != plan.blocks else None
         flags["--recompute-method"] = "block" if some else "uniform"
         flags["--recompute-num-layers"] = some or 1
@@ -409,5 +417,4 @@ def written(plan: SizedPlan) -> str:
         flags["--offload-modules"] = "qkv_linear core_attn attn_proj"
     elif plan.offload_blocks:
         flags["--cpu-offloading-num-layers"] = plan.offload_blocks
-    given = {flag: v for flag, v in flags.items() if v is not False}
-    return " ".join(flag if v is True else f"{flag} {quote(str(v))}" for flag, v in given.items())
+    return flags

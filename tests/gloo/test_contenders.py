@@ -409,7 +409,7 @@ def test_a_compiled_block_leaves_its_last_product_out() -> None:
     plan = plan_of("fsdp", {"recompute": "full", "compile": True})
     block = build_piece(plan.shape, 1, 0, torch.device("cpu"))
     with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
-        prepare_block(block, plan, recomputed=True)
+        prepare_block(block, plan, torch.device("cpu"), recomputed=True)
     x = torch.zeros(2, plan.shape.seq, plan.shape.hidden, requires_grad=True)
     block(x).sum().backward()  # compiles
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

@@ -231,6 +231,9 @@ def _within(limits: tuple[int, int], ranks: int) -> list[int]:
 _IN_FAMILIES = {"gradient_parts", "prefetch"}
 
 
+_LARGE = 4096  # a number beside which others by a few make no difference
+
+
 def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
     """(knobs, microbatch size) beside the best candidate that was found, with one setting changed
     that ``asked`` leaves open, or two degrees; what fits only the old one is ``auto`` again."""
@@ -256,8 +259,9 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
     for name in [name for name in names if name not in degrees]:
         value = values[name]
         if isinstance(value, int) and not isinstance(value, bool):
-            steps = {value + sign * 2**power for sign in (-1, 1) for power in range(6)}
-            steps |= {value * 2, value // 2, value * 5 // 4, value * 4 // 5}
+            steps = {value * 2, value // 2, value * 5 // 4, value * 4 // 5}
+            if value < _LARGE:
+                steps |= {value + sign * 2**power for sign in (-1, 1) for power in range(6)}
             for number in sorted(n for n in steps - {value} if n > 0):
                 yield changed(**cap | {name: number}), size
         else:
