@@ -422,7 +422,7 @@ def _held_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float
     return busy_s
 
 
-_COPIED = 2  # stores or loads before which compute need not wait
+_COPIED = 2  # stores that may be under way while a rank computes
 
 
 @dataclass(frozen=True)
@@ -433,15 +433,26 @@ class _Phase:
     passes: list[float]  # seconds of one microbatch
     arrive: list[float]  # until the first microbatch is at the next chunk
     copies: list[float]  # seconds of one microbatch's stores, or loads
+    beside: float  # seconds of the pass before all stores, or after all loads
 
     def seconds(self, unit: int) -> float:
-        """From the first pass of a unit of microbatches to the end of its last, at least: a chunk
-        begins when its first microbatch has come through all ranks, and when the rank has the
-        chunk before behind it."""
+        """From the first pass of a unit of microbatches to the end of its last, at least. All that
+        it stores is in the host's memory by then, or was loaded since."""
+        passed = self._until_last(unit) + unit * self.passes[-1]
+        return max(passed, self.beside + unit * sum(self.copies))
+
+    def until_last(self, unit: int) -> float:
+        """From the first pass of a unit to the begin of its last chunk, at least."""
+        passed = self._until_last(unit)
+        if not self.copies:
+            return passed
+        return max(passed, self.beside + unit * sum(self.copies) - _COPIED * max(self.copies))
+
+    def _until_last(self, unit: int) -> float:
+        """By its passes: a chunk begins when its first microbatch has come through all ranks, and
+        when the rank has the chunk before behind it."""
         pairs = zip(self.passes, self.arrive, strict=False)
-        passed = sum(max(unit * each, arrive) for each, arrive in pairs) + unit * self.passes[-1]
-        copied = unit * sum(self.copies) - _COPIED * max(self.copies, default=0.0)
-        return max(passed, copied)
+        return sum(max(unit * each, arrive) for each, arrive in pairs)
 
 
 def _phases(
@@ -456,6 +467,7 @@ def _phases(
         [costs[s].forward for s in stages],
         [latency.to[after] - latency.to[s] for s, after in pairwise(stages)],
         [costs[s].store for s in stored],
+        beside=costs[stages[0]].forward,
     )
     # From the begin of a microbatch's backward to the begin of its next one.
     arrive = [
@@ -463,7 +475,8 @@ def _phases(
         for s, after in pairwise(back)
     ]
     passes = [latency.backward[s] for s in back]
-    return forwards, _Phase(passes, arrive, [costs[s].load for s in stored])
+    loads = [costs[s].load for s in stored]
+    return forwards, _Phase(passes, arrive, loads, beside=passes[-1])
 
 
 def _in_turn_s(
@@ -482,8 +495,8 @@ def _in_turn_s(
     first, last = stages[0], stages[-1]
     turned = latency.turn - latency.to[last] + latency.backward[-1]
     turned += latency.back[-1] - latency.back[last] - latency.backward[last]
-    ahead = sum(map(forwards.seconds, units)) - max(units) * forwards.passes[-1]
-    after = max(0.0, ahead) + backwards.seconds(min(units))
+    ahead = sum(map(forwards.seconds, units)) - forwards.seconds(unit)
+    after = ahead + forwards.until_last(min(units)) + backwards.seconds(min(units))
     begun = latency.to[last] - latency.to[first] + sum(map(backwards.seconds, units))
     return latency.to[first] + turned + max(after, begun) + latency.back[first] + latency.weight[0]
 
