@@ -47,6 +47,7 @@ from zeropp.types.timeline import timeline_from_rows
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
 _NAMED |= {"schedule", "recompute", "sequence_parallel"}
 _SHORT = {"activation_cap": "cap", "reduce_every": "reduce"}
+_RULES = {"prefetch": 1, "gradient_parts": 1}  # what simple rules make of ``auto``
 # Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
 _DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
 _DEGREES += ("activation_cap", "schedule", "sequence_parallel", "recompute")
@@ -90,7 +91,8 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
         words.append(f"{knobs['recompute']} recompute")
     for name, default in default_knobs(spec.contender.name).items():
         value = knobs.get(name, default)
-        plain = ("auto", 0, "dp_inner") if default == "auto" else (default, "auto")
+        rule = ("auto", 0, "dp_inner", _RULES.get(name))
+        plain = rule if default == "auto" else (default, "auto")
         if name not in _NAMED and value not in plain:
             words.append(name if value is True else f"{_SHORT.get(name, name)}={value}")
     return " ".join(words) or ("1 rank" if spec.num_gpus == 1 else "auto")
