@@ -128,10 +128,11 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
     Delayed weight gradients keep more tensors than a recomputed block does, so that both ways are
-    tried where all blocks are recomputed, and full backwards alone where blocks are offloaded. They
-    are set to what takes the least time: the largest unit, a cap that holds all activations of a
-    step, and gradients that are reduced once per step. So the lower bound on a family's step time
-    holds for all that ``members`` yields.
+    tried where all blocks are recomputed, and in 8 bits, whose casts cost less in full backwards;
+    full backwards alone are tried where blocks are offloaded. Families are set to what takes the
+    least time: the largest unit, a cap that holds all activations of a step, and gradients that are
+    reduced once per step. So the lower bound on a family's step time holds for all that ``members``
+    yields.
     """
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     layers, pieces = point.task.shape.layers, point.task.shape.num_pieces
@@ -148,7 +149,7 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, most
         ):
             in_all = degrees.pp > 1 and recompute in ("mlp", "full") and blocks == most
-            ways = (True, False) if in_all else (True,)
+            ways = (True, False) if in_all or point.task.precision == "fp8" else (True,)
             backwards = {
                 sent: choices(asked.split_backward, (False,) if sent else ways)
                 for sent in offload_choices(asked.offload_blocks, (most,), point.task.cluster)

@@ -14,7 +14,8 @@ it climbs: it tries what is beside its winner, as long as that is faster, and fe
 as long as they fit and take no longer. So no configuration of the space is faster than the winner
 by more than gap and tolerance, as far as the bounds hold, with these limits: of recomputed blocks,
 half and all are tried, and others beside the winner; of activation caps, the largest that fits, and
-others beside the winner. The runner-up is the best of those that were simulated with other degrees.
+others beside the winner; chunks share buffers as the contender's ``families`` say. The runner-up is
+the best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large. A whole family is dropped if no member can fit, and with it, if the activations

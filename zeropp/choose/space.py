@@ -307,7 +307,7 @@ _OF_DATA_PARALLELISM = {
 
 # Knobs that save memory, for which a pass takes longer, or compute waits.
 _SAVERS = {
-    *("recompute", "recompute_blocks", "split_backward", *_IN_FAMILIES),
+    *("recompute", "recompute_blocks", *_IN_FAMILIES),
     *("offload_blocks", "offload_modules", "cpu_checkpointing"),
 }
 

@@ -409,10 +409,11 @@ def block_traffic_backward(work: Work) -> float:
 # Bytes per element that a cast to 8 bits moves (torchao 0.13, ``float8`` and ``mx_formats``).
 # "fused": 16 bits are read, and 8 are written for a product and 8, transposed, for another one.
 # "tensorwise": the maximum comes with the kernel that makes them, and the transpose copies 8 bits;
-# "apart": the maximum is read for.
+# "apart": each of a tensor's two products reads it for the maximum and casts it (5), and the second
+# copies its transpose (2).
 # "rowwise": along rows and along columns 16 bits are read twice, and 8 are written. "mx": the two
 # casts of 3 bytes, as long as they take on a B200 (5.5 and 3.9 TB/s by the README of mx_formats).
-CAST_BYTES = {"fused": 4, "tensorwise": 5, "apart": 7, "rowwise": 10, "mx": 8}
+CAST_BYTES = {"fused": 4, "tensorwise": 5, "apart": 12, "rowwise": 10, "mx": 8}
 # The share of the 8-bit rate that products with a scale per row reach: an 8B gains 10 % with them
 # on 8 H100 and 4 % on 8 B200, and 25 % with a scale per tensor on both (torchao, training.md and
 # README of mx_formats).
@@ -439,6 +440,9 @@ def cast_bytes(work: Work) -> tuple[int, int]:
     if work.program.scaling == "fused":
         return each * work.tokens * sum(k for k, _ in products[1::2]), each * gradients
     weights = 0 if work.program.gathers_casts else sum(k * n for k, n in products)
+    if work.program.scaling == "apart":  # half of them are for the products of the backward
+        half = each // 2 * (inputs + weights)
+        return half, half + each * gradients
     return each * (inputs + weights), each * gradients
 
 

@@ -48,7 +48,8 @@ def size_step(
             "(or a smaller unit)"
         )
     split = knobs.split_backward and layout.pp > 1  # else there is no bubble to fill
-    eight_bits = "zeropp_fp8_delayed" if split else "zeropp_fp8"
+    added_by_engine = split or knobs.gradient_parts > 1  # weight gradients
+    eight_bits = "zeropp_fp8_delayed" if added_by_engine else "zeropp_fp8"
     return SizedPlan(
         contender="zeropp",
         shape=shape,
