@@ -128,7 +128,7 @@ _SHORT = {
     "schedules.md": 680,
     "simulator.md": 1_660,
     "slurm.md": 940,
-    "training.md": 1_540,
+    "training.md": 1_650,
     "verdict.md": 1_090,
     "verify.md": 690,
     "zeropp.md": 1_140,
@@ -153,7 +153,7 @@ def words(sentence: str) -> int:
 
 def test_the_site_is_short() -> None:
     pages = [path.read_text() for path in Path("docs").glob("*.md")]
-    assert sum(words(one) for page in pages for one in sentences(page)) <= 16_070
+    assert sum(words(one) for page in pages for one in sentences(page)) <= 16_300
 
 
 @pytest.mark.parametrize(("name", "most"), _SHORT.items())
