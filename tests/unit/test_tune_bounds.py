@@ -36,7 +36,7 @@ from zeropp.price.cluster import Cluster
 from zeropp.price.simulator import simulate
 from zeropp.schedule.plan import Draft, SizedPlan
 from zeropp.types.layout import InfeasibleError
-from zeropp.types.literals import Auto, ReduceEvery
+from zeropp.types.literals import Auto, Precision, ReduceEvery
 from zeropp.types.shape import ModelShape
 
 SEEDS = range(25)
@@ -82,7 +82,9 @@ def drawn_task(draw: random.Random) -> Task:
     host = cluster.host
     if host:
         host = replace(host, bandwidth_gb_s=host.bandwidth_gb_s * draw.choice((0.05, 0.3, 1.0)))
-    return replace(what, cluster=replace(cluster, intra=intra, inter=inter, host=host))
+    precision = draw.choice(("bf16", "bf16", "fp8"))  # of which some programs have none
+    cluster = replace(cluster, intra=intra, inter=inter, host=host)
+    return replace(what, cluster=cluster, precision=precision)
 
 
 def narrowed(point: SearchPoint[Any], draw: random.Random) -> SearchPoint[Any]:
@@ -186,9 +188,13 @@ def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
     assert all(len(set(values)) == 1 for values in found.values())
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", PRICED)
-def test_a_group_of_points_is_told_by_the_one_with_the_most_shards(name: str) -> None:
-    contender, what = PRICED[name], on_cluster("h100", 16, 32, layers=6)
+def test_a_group_of_points_is_told_by_the_one_with_the_most_shards(
+    name: str, precision: Precision
+) -> None:
+    contender = PRICED[name]
+    what = replace(on_cluster("h100", 16, 32, layers=6), precision=precision)
     of_compute = compute_knobs(contender.knobs)
     of_root = compute_knobs(contender.knobs, saving=False)
     groups: dict[object, list[SearchPoint[Any]]] = {}
