@@ -40,7 +40,7 @@ from tests.gloo.models import (
 from tests.gloo.world import World, on_ranks
 from tests.unit.toy_spec import mapping
 from zeropp.engine.update.update_rules import clip_factor, square_norm
-from zeropp.engine.update.users_optimizer import groups_whole
+from zeropp.engine.update.users_optimizer import groups_whole, numbers_kept
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.training import OptimizerConfig
 
@@ -307,6 +307,7 @@ def test_replicas_that_drift_apart_are_an_error(degrees: dict[str, int]) -> None
         )
 
 
+CPU = torch.device("cpu")
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "matrices": [(200, 300)],
     "others": [(8, 8), (8,), (2, 3, 5, 7)],
@@ -314,7 +315,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 
 def whole_of(make: Any) -> tuple[str, ...]:
-    return groups_whole(make, SHAPES, torch.device("cpu"))
+    return groups_whole(make, SHAPES, CPU)
 
 
 def test_optimizers_have_whole_parameters_unless_they_are_known_to_be_elementwise() -> None:
@@ -328,6 +329,26 @@ def test_optimizers_have_whole_parameters_unless_they_are_known_to_be_elementwis
     ]
     assert whole_of(mixed) == ("matrices",)
     assert whole_of(of_all(lambda p: Own(p, lr=0.1))) == ("matrices", "others")
+
+
+def test_the_numbers_that_optimizers_keep_are_those_of_a_step() -> None:
+    for make, expected in (
+        (torch.optim.SGD, 0),
+        (partial(torch.optim.SGD, momentum=0.9), 1),
+        (partial(torch.optim.RMSprop, centered=True, momentum=0.9), 3),
+        (torch.optim.Adagrad, 1),
+        (torch.optim.Muon, 1),
+        (torch.optim.Adadelta, 2),
+        (partial(torch.optim.AdamW, amsgrad=True), 3),
+    ):
+        tensor = torch.nn.Parameter(torch.ones(8, 8))
+        tensor.grad = torch.ones(8, 8)
+        optimizer = make([tensor], lr=0.1)
+        optimizer.step()
+        kept = [x for x in optimizer.state[tensor].values() if torch.is_tensor(x) and x.dim()]
+        assert len(kept) == expected, make
+        found = numbers_kept(lambda g, of=make: of(g["all"], lr=0.1), {"all": [(8, 8)]}, CPU)
+        assert found == {"all": expected}, make
 
     def hooked(p: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(p, lr=0.1)

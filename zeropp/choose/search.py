@@ -452,8 +452,8 @@ class _Search(Generic[K]):
         for alike in [*self._others]:
             is_slower = self._bounds[alike] >= to_beat
             if is_slower or alike in self._too_many_activations:
-                self.outcome.rejected[SLOWER if is_slower else OOM] += 1
-                del self._others[alike]
+                dropped = len(self._others.pop(alike))
+                self.outcome.rejected[SLOWER if is_slower else OOM] += dropped
             else:
                 may_win.append(alike)
         return may_win

@@ -14,6 +14,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import torch
+
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
 from zeropp.choose.planner import fastest
@@ -21,6 +23,7 @@ from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
 from zeropp.engine.settings import Settings, read
+from zeropp.engine.update.users_optimizer import numbers_kept
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.price.flops import layer_flops
 from zeropp.schedule.plan import SizedPlan
@@ -31,6 +34,7 @@ from zeropp.train.stages import (
     cut_plan,
     measure,
     shape_of,
+    shapes_by_group,
     size_layers,
     whole_groups,
 )
@@ -184,7 +188,7 @@ class _Layers:
         self._settings = replace(settings, cluster=settings.hardware)
         self._auto_names, self._sizes = auto_names, sizes
         self._whole = whole_groups(settings, sizes)
-        states = _states(self._whole, sizes, settings.optimizer)
+        states = _states(self._whole, sizes, settings)
         self._prices = _prices_of(LayerPrices(sizes, states))
         self.refused = ""
         knobs = {knob.name: getattr(settings, knob.name) for knob in fields(StepKnobs)}
@@ -251,15 +255,20 @@ class _Layers:
         return list(known) if name in self._auto_names else [getattr(self.knobs, name)]
 
 
-def _states(whole: tuple[str, ...], sizes: Sequence[LayerSizes], asked: object) -> list[LayerState]:
-    """The bytes of every layer's gradients and optimizer state: two fp32 numbers per element, but
-    none with plain SGD."""
-    each = 0 if isinstance(asked, OptimizerConfig) and asked.kind == "sgd" else 8
+def _states(
+    whole: tuple[str, ...], sizes: Sequence[LayerSizes], settings: Settings
+) -> list[LayerState]:
+    """The bytes of every layer's gradients and optimizer state, in fp32; see ``numbers_kept``."""
+    asked, shapes = settings.optimizer, shapes_by_group(sizes)
+    if isinstance(asked, OptimizerConfig):
+        kept = dict.fromkeys(shapes, 0 if asked.kind == "sgd" else 2)
+    else:
+        kept = numbers_kept(asked, shapes, torch.device(settings.device or "cpu"))
     states = []
     for layer in sizes:
         counts = [(kind.group, prod(kind.shape)) for kind in layer.kinds.values() if kind.trained]
         count, held = sum(n for _, n in counts), sum(n for g, n in counts if g in whole)
-        states.append(LayerState(4 * count, each * count, 4 * held))
+        states.append(LayerState(4 * count, sum(4 * kept[g] * n for g, n in counts), 4 * held))
     return states
 
 

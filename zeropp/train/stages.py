@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import keywords_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
@@ -167,10 +166,16 @@ def whole_groups(settings: Settings, sizes: Sequence[LayerSizes]) -> tuple[str, 
         return ()
     from zeropp.engine.update.users_optimizer import groups_whole
 
+    device = torch.device(settings.device or "cpu")
+    return groups_whole(settings.optimizer, shapes_by_group(sizes), device)
+
+
+def shapes_by_group(sizes: Sequence[LayerSizes]) -> dict[str, list[tuple[int, ...]]]:
+    """The shapes of all trained parameters, by their optimizer groups."""
     shapes: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for kind in (kind for layer in sizes for kind in layer.kinds.values() if kind.trained):
         shapes[kind.group].append(kind.shape)
-    return groups_whole(settings.optimizer, shapes, torch.device(settings.device or "cpu"))
+    return shapes
 
 
 def check_ranks(settings: Settings, num_ranks: int) -> None:
@@ -283,6 +288,8 @@ def _held(
             module = made_layer(layers[index], index, seed)
             check_values(module, index)
             if plan.precision == "fp8" and 0 < index < len(layers) - 1:
+                from zeropp.engine.layers.eight_bits import to_8_bits
+
                 module = to_8_bits(module, device)
             tensors = (*module.parameters(), *module.buffers())
             if any(tensor.device != device for tensor in tensors):  # fake tensors cannot be moved

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeropp.engine.layers.eight_bits import EightBitProducts
-
 if TYPE_CHECKING:
+    from zeropp.engine.layers.eight_bits import EightBitProducts
     from zeropp.engine.parameters.parts import GradientParts
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
@@ -231,6 +230,8 @@ class DeferredFloat8Linear(DeferredLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The forward of ``Float8Linear``: [..., in] to [..., out]."""
+        from zeropp.engine.layers.eight_bits import EightBitProducts
+
         products = EightBitProducts(self)
         weight, bias = self.weight, self.bias
         return _linear(input, weight, bias, self.store, early=self.early, products=products)

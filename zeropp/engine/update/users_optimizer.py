@@ -20,27 +20,15 @@ _ELEMENTWISE = (
     *(optim.SGD, optim.ASGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
 )
+_KEPT = {optim.SGD: 0, optim.Muon: 0, optim.RMSprop: 1, optim.ASGD: 1, optim.Adagrad: 1}
+_MORE = ("momentum", "centered", "amsgrad")  # options for each of which there is one number more
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 
 
-def groups_whole(
-    asked: MakeOptimizer, shapes: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device
-) -> tuple[str, ...]:
-    """The groups, of parameters of these ``shapes``, that an optimizer is to get whole: it is made
-    once of parameters without memory, and takes no step. A group whose parameters it treats in
-    different ways (no decay of vectors) is whole, too."""
-
-    def made(where: torch.device) -> tuple[dict[str, list[nn.Parameter]], optim.Optimizer]:
-        empty = torch.zeros((), device=where)
-        groups = {
-            name: [nn.Parameter(empty.expand(shape)) for shape in group]
-            for name, group in shapes.items()
-        }
-        return groups, made_optimizer(asked, groups)
-
-    try:
-        groups, optimizer = made(torch.device("meta"))
-    except InfeasibleError:  # which says why, here or there
-        groups, optimizer = made(device)
+def groups_whole(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> tuple[str, ...]:
+    """The groups, of parameters of these ``shapes``, that an optimizer is to get whole. A group
+    whose parameters it treats in different ways (no decay of vectors) is whole, too."""
+    groups, optimizer = _made_empty(asked, shapes, device)
     found: dict[int, tuple[bool, str]] = {}
     for place, part in enumerate(parts_of(optimizer)):
         hooks = [one for name, one in vars(part).items() if "hook" in name or name == "step"]
@@ -51,3 +39,35 @@ def groups_whole(
     # What is in no group is refused by name when the optimizer is made of real ones.
     kinds = {name: {found.get(id(x), (True, "")) for x in group} for name, group in groups.items()}
     return tuple(name for name, of in kinds.items() if len(of) > 1 or not all(k for k, _ in of))
+
+
+def numbers_kept(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> dict[str, int]:
+    """How many numbers an optimizer keeps of an element of a group's parameters, by what torch's
+    own keep; any other is taken to keep two, and one more for a momentum."""
+    groups, optimizer = _made_empty(asked, shapes, device)
+    kept = {
+        id(one): _KEPT.get(type(part), 2) + sum(bool(group.get(name)) for name in _MORE)
+        for part in parts_of(optimizer)
+        for group in part.param_groups
+        for one in group["params"]
+    }
+    return {name: max((kept.get(id(x), 0) for x in of), default=0) for name, of in groups.items()}
+
+
+def _made_empty(
+    asked: MakeOptimizer, shapes: Shapes, device: torch.device
+) -> tuple[dict[str, list[nn.Parameter]], optim.Optimizer]:
+    """Parameters without memory, by group, and the optimizer of them, which takes no step."""
+
+    def made(where: torch.device) -> tuple[dict[str, list[nn.Parameter]], optim.Optimizer]:
+        empty = torch.zeros((), device=where)
+        groups = {
+            name: [nn.Parameter(empty.expand(shape)) for shape in group]
+            for name, group in shapes.items()
+        }
+        return groups, made_optimizer(asked, groups)
+
+    try:
+        return made(torch.device("meta"))
+    except InfeasibleError:  # which says why, here or there
+        return made(device)
