@@ -75,6 +75,33 @@ class Coupled(torch.optim.SGD):
         super().step(closure)
 
 
+class Counting(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def limited(groups: Any) -> torch.optim.Optimizer:
+    """SGD, before which every number of a gradient is limited, as is right on shards, too."""
+    optimizer = torch.optim.SGD(groups["all"], lr=0.1)
+
+    def limit(*_: object) -> None:
+        nn.utils.clip_grad_value_(groups["all"], 1e-3)
+
+    optimizer.register_step_pre_hook(limit)
+    return optimizer
+
+
+def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over the numbers that count, and how many do."""
+    counts = targets > -9
+    return (output - targets)[counts].square().sum(), counts.sum()
+
+
 def found(kind: str, degrees: dict[str, Any]) -> str:
     torch.manual_seed(0)
     Teller.told = None
@@ -90,12 +117,20 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         degrees = {**degrees, "optimizer": lambda groups: Coupled(groups["all"], lr=0.1)}
     layers = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
     batches = [(torch.randn(ROWS, 4, WIDTH), torch.randn(ROWS, 4, WIDTH)) for _ in range(2)]
+    loss: Any = nn.functional.mse_loss
+    if kind == "odd":  # and the second batch counts nothing
+        layers[1] = Counting(WIDTH, WIDTH)
+        loss = squares
+        batches[1][1].fill_(-10.0)
+        degrees = {**degrees, "loss_reduction": "tokens", "optimizer": limited}
+    elif kind == "none":
+        batches = []
     if kind == "refused":
         batches[1][0].requires_grad_()
     try:
         checked = zeropp.check(
-            layers, nn.functional.mse_loss, batches, sample=batches[0][0][:2],
-            global_batch=ROWS, **degrees,
+            layers, loss, batches,
+            global_batch=ROWS, sample=torch.zeros(2, 4, WIDTH), **degrees,
         )  # fmt: skip
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -107,6 +142,9 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
     [
         ("right", {"pp": 2}, "2 steps"),
         ("right", {"shard": 2}, "2 steps"),
+        ("odd", {"pp": 2}, "2 steps"),
+        ("odd", {"shard": 2}, "2 steps"),
+        ("none", {"pp": 2}, "ValueError: check: batches has none"),
         ("slice", {"context": 2}, "layers[1]: gives another output"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),

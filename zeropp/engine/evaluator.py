@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,34 +153,8 @@ class Evaluator:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
 
-    @contextmanager
-    def _unchanged(self, apart: Collection[nn.Module] = ()) -> Iterator[None]:
-        """Afterwards modules have the modes of before and, but for those ``apart``, the buffers and
-        numbers; torch, Python and numpy draw as before."""
-        modules = {part: part in apart for root in self._roots for part in root.modules()}
-        numbers = [
-            {
-                k: v
-                for k, v in vars(module).items()
-                if isinstance(v, int | float | complex) and not is_apart
-            }
-            | {"training": module.training}
-            for module, is_apart in modules.items()
-        ]
-        buffers = [(dict(one._buffers), one._buffers) for one in modules if not modules[one]]
-        values = [(x, x.clone()) for own, _ in buffers for x in own.values() if x is not None]
-        with forked_generators(self._channels.device):
-            try:
-                yield
-            finally:
-                for module, own in zip(modules, numbers, strict=True):
-                    vars(module).update(own)
-                for before, held in buffers:
-                    held.update(before)
-                with torch.no_grad():
-                    for value, kept in values:
-                        if 0 not in value.stride():  # else nothing can write to it
-                            value.copy_(kept)
+    def _unchanged(self, apart: Collection[nn.Module] = ()) -> AbstractContextManager[None]:
+        return unchanged(self._roots, self._channels.device, apart)
 
     @contextmanager
     def _evaluating(self, apart: Collection[nn.Module] = ()) -> Iterator[None]:
@@ -275,6 +249,41 @@ class Evaluator:
             if work is not None:
                 work.wait()
         return tuple(whole) if is_tuple else whole[0]
+
+
+@contextmanager
+def unchanged(
+    roots: Iterable[nn.Module], device: torch.device, apart: Collection[nn.Module] = ()
+) -> Iterator[None]:
+    """Afterwards modules have the modes of before and, but for those ``apart``, the buffers and
+    numbers, also those in tensors; torch, Python and numpy draw as before."""
+    modules = {part: part in apart for root in roots for part in root.modules()}
+    numbers = [
+        {k: v for k, v in vars(module).items() if _is_number(v) and not is_apart}
+        | {"training": module.training}
+        for module, is_apart in modules.items()
+    ]
+    buffers = [(dict(one._buffers), one._buffers) for one in modules if not modules[one]]
+    tensors = [x for own in (*numbers, *(own for own, _ in buffers)) for x in own.values()]
+    values = [(x, x.clone()) for x in tensors if isinstance(x, Tensor)]
+    with forked_generators(device):
+        try:
+            yield
+        finally:
+            for module, own in zip(modules, numbers, strict=True):
+                vars(module).update(own)
+            for before, held in buffers:
+                held.update(before)
+            with torch.no_grad():
+                for value, kept in values:
+                    if 0 not in value.stride():  # else nothing can write to it
+                        value.copy_(kept)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return not value.dim() and not value.requires_grad
+    return isinstance(value, int | float | complex)
 
 
 def _shapes(tensors: Tensors) -> list[TensorShape]:

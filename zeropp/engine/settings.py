@@ -257,6 +257,12 @@ def read(
     own |= {"tied": getattr(layers, "tied", None)}
     given = {name: value for name, value in keywords.items() if name != "tied" or value}
     settings = Settings(**{name: value for name, value in own.items() if value} | given)
+    copies = 1 if settings.layout.replicate_zero else settings.layout.replicate
+    if settings.compare_replicas and copies == 1 and settings.replicate != "auto":
+        raise InfeasibleError(
+            f"compare_replicas={settings.compare_replicas}: no two ranks make the same updates "
+            "(leave it out, or take replicate > 1 with replicate_zero=0)"
+        )
     if settings.plan is not None:
         for name, value in _decided_by(settings.plan).items():
             if name in keywords and keywords[name] != value:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
+from zeropp.engine.evaluator import unchanged
 from zeropp.engine.layers.chunk import compute_in_fp32
 from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
@@ -38,7 +39,7 @@ from zeropp.engine.loss import Loss, LossFunction, Microbatches
 from zeropp.engine.ranks.errors import LostRankError, gathered, refusal
 from zeropp.engine.settings import Settings, read
 from zeropp.engine.update.optimizer import Updater
-from zeropp.engine.update.update_rules import clip_factor, made_optimizer
+from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of
 from zeropp.engine.walk import Layer, made_layer
 from zeropp.train.api import parallelize
 from zeropp.train.one_process import OneProcess, parameters_of
@@ -109,7 +110,11 @@ def check(
                 batch = _microbatches(model, {"inputs": inputs, "targets": targets}, *named)
                 comparison.step(batch)
                 comparison.evaluation(batch)
-        except DifferenceError:  # which all ranks raise
+            if not comparison.steps:
+                raise ValueError(
+                    "check: batches has none, so that nothing is compared (give three)"
+                )
+        except (DifferenceError, ValueError):  # which all ranks raise
             model.close()
             raise
         model.close()
@@ -180,7 +185,7 @@ class _Comparison:
             self._compute_in(compute)
         if settings.precision == "fp8":
             blocks = [to_8_bits(block, model.engine.lanes.device) for block in plain[1:-1]]
-            plain = [plain[0], *blocks, *plain[1:][-1:]]
+            self._plain = plain = [plain[0], *blocks, *plain[1:][-1:]]
         loss = Loss(loss_fn, settings.loss_reduction, given=settings.sample_keywords)
         self._alone = OneProcess(
             plain, [*self.masters.values()], loss, compute=compute, seed=settings.dropout_seed
@@ -192,6 +197,11 @@ class _Comparison:
             if one.requires_grad:
                 groups[settings.group_of((int(index), own), one)].append(one)
         optimizer = made_optimizer(settings.optimizer, groups)
+        self._hooks: list[Callable[[], object]] = []  # of the user's, before a step
+        for part in parts_of(optimizer):
+            hooks = part._optimizer_step_pre_hooks
+            self._hooks += [partial(hook, part, (), {}) for hook in hooks.values()]
+            hooks.clear()
         self._updater = Updater(optimizer, {}, lr_schedule=settings.lr_schedule)
 
     def _compute_in(self, compute: torch.dtype) -> None:
@@ -242,7 +252,9 @@ class _Comparison:
         """Evaluate here and there, and compare."""
         evaluate: Callable[..., float] = self._model.eval_step
         ours = self._run(partial(evaluate, **batch.whole))
-        self._compare_losses(ours, self._alone.evaluate(batch), "of an evaluation ")
+        with unchanged(self._plain, self._model.engine.lanes.device):
+            alone = self._alone.evaluate(batch)
+        self._compare_losses(ours, alone, "of an evaluation ")
         self._compare_kept()
         self._raise_first()
 
@@ -267,7 +279,7 @@ class _Comparison:
         return done
 
     def _compare_losses(self, ours: Tensor | float, alone: Tensor, of: str = "") -> None:
-        far = abs(float(ours) - float(alone)) / (abs(float(alone)) + 1e-30) / self._tolerance
+        far = _apart(*(torch.tensor(float(one)) for one in (ours, alone))) / self._tolerance
         cause = (
             "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
@@ -320,24 +332,26 @@ class _Comparison:
         return "; or ".join(text for text, may_be in causes.items() if may_be)
 
     def _compare_gradients(self, ours: Mapping[str, Tensor]) -> None:
-        """Compare gradients after clipping."""
+        """Compare gradients after clipping, and after what hooks of the optimizer do to them."""
+        trained = {name: one for name, one in self.masters.items() if one.requires_grad}
+        own = [_wide(one.grad) for one in trained.values() if one.grad is not None]
+        norm = math.hypot(*(float(x.norm()) for x in own))
+        if clip := self._settings.clip_norm:
+            for one in trained.values():
+                if one.grad is not None:
+                    one.grad *= float(clip_factor(torch.tensor(norm), clip))
+        if math.isfinite(norm):  # else no update is made
+            for hook in self._hooks:
+                hook()
         grads = {
             name: _wide(torch.zeros_like(one) if one.grad is None else one.grad)
-            for name, one in self.masters.items()
-            if one.requires_grad
+            for name, one in trained.items()
         }
-        norm, clip = (
-            math.hypot(*(float(x.norm()) for x in grads.values())),
-            self._settings.clip_norm,
-        )
-        factor = float(clip_factor(torch.tensor(norm), clip)) if clip else 1.0
-        typical = norm * factor / max(1, sum(g.numel() for g in grads.values())) ** 0.5
-        for name, gradient in grads.items():
-            expected = gradient * factor
-            size = float(expected.norm()) + _FLOOR * typical * expected.numel() ** 0.5
-            far = math.inf
-            if name in ours:
-                far = float((_wide(ours[name]) - expected).norm()) / (size + 1e-30)
+        norm = math.hypot(*(float(x.norm()) for x in grads.values()))
+        typical = norm / max(1, sum(g.numel() for g in grads.values())) ** 0.5
+        for name, expected in grads.items():
+            floor = _FLOOR * typical * expected.numel() ** 0.5 if math.isfinite(norm) else 0.0
+            far = _apart(ours[name], expected, floor) if name in ours else math.inf
             self._compare(
                 3,
                 name,
@@ -442,13 +456,15 @@ def _wide(one: Tensor) -> Tensor:
     return one.detach().cpu().to(torch.complex128 if one.is_complex() else torch.float64)
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    """The distance of two tensors over the size of the second."""
+def _apart(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """The distance of two tensors over the size of the second and ``floor``; infinite where one has
+    other infinite numbers than the other, or others that are not numbers."""
     if one.shape != other.shape:
         return math.inf
     if not may_have_gradient(other.dtype):
         return 0.0 if torch.equal(one.cpu(), other.cpu()) else math.inf
     a, b = _wide(one), _wide(other)
-    if torch.equal(a.nan_to_num(), b.nan_to_num()):  # infinite ones, too
-        return 0.0
-    return float((a - b).norm() / (b.norm() + 1e-30))
+    finite = b.isfinite()
+    if not (torch.equal(a.isfinite(), finite) and a[~finite].allclose(b[~finite], equal_nan=True)):
+        return math.inf
+    return float((a - b)[finite].norm() / (b[finite].norm() + floor + 1e-30))

@@ -23,9 +23,6 @@ class RowsOfSteps(Sampler[list[int]]):
     that it has not seen, also in batches of another size. Goes from the row after the model's last
     step to the end of that epoch, or, unless it is to ``resume``, over the first one; the rows that
     are left over then, fewer than a batch, are others in every epoch that is shuffled.
-
-    Its place is that of the model, which goes by steps: raises ValueError after several steps with
-    a batch, since a run that goes on from a checkpoint would leave rows out.
     """
 
     def __init__(
@@ -44,14 +41,8 @@ class RowsOfSteps(Sampler[list[int]]):
         if self._shuffle:
             draw = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             order = torch.randperm(self._count, generator=draw)
-        rows, begun = self._model.plan.global_batch, self._model.steps_done
-        for given, begin in enumerate(range(seen, self._count - rows + 1, rows)):
-            if self._resume and self._model.steps_done > begun + given:
-                raise ValueError(
-                    f"loader: {self._model.steps_done - begun} steps were done with {given} "
-                    "batches, but its place goes by steps (take resume=False, and keep the place "
-                    "yourself)"
-                )
+        rows = self._model.plan.global_batch
+        for begin in range(seen, self._count - rows + 1, rows):
             yield order[begin : begin + rows][self._model.rows].tolist()
 
     def _place(self) -> tuple[int, int]:
@@ -64,6 +55,24 @@ class RowsOfSteps(Sampler[list[int]]):
                 done = min(steps, max(1, (self._count - seen) // rows))
                 steps, seen = steps - done, seen + done * rows
         return epoch, max(0, seen - self._model.plan.global_batch)
+
+
+class _Loader(DataLoader[Any]):
+    """Its place is that of the ``model``, which goes by steps: raises ValueError after several
+    steps with a batch, since a run that goes on from a checkpoint would leave rows out."""
+
+    model: ParallelModel
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        begun = self.model.steps_done
+        for given, batch in enumerate(super().__iter__()):
+            if self.model.steps_done > begun + given:
+                raise ValueError(
+                    f"loader: {self.model.steps_done - begun} steps were done with {given} "
+                    "batches, but its place goes by steps (take resume=False, and keep the place "
+                    "yourself)"
+                )
+            yield batch
 
 
 def make_loader(
@@ -83,7 +92,9 @@ def make_loader(
             )
         rows = RowsOfSteps(model, count, shuffle=shuffle, seed=seed, resume=resume)
         described = {"dataset": f"{count} rows", "shuffle": str(shuffle), "seed": str(seed)}
-        loader = DataLoader(dataset, batch_sampler=rows, **options)
+        loader = (_Loader if resume else DataLoader)(dataset, batch_sampler=rows, **options)
+        if isinstance(loader, _Loader):
+            loader.model = model
         return loader, described | {"resume": str(resume)}
 
     return agree(made)

@@ -306,8 +306,9 @@ class ParallelModel:
         """Let a loss function that can look at the first targets do so."""
         look = getattr(self.engine.loss.function, "check_targets", None)
         if look is not None and len(inputs) and not self._has_looked:
-            self._has_looked, few = True, self.plan.microbatch_size
+            few = self.plan.microbatch_size
             look(inputs[:few], targets[:few])
+            self._has_looked = True  # unless it raises, so that it does so again
 
     def _evaluation_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]

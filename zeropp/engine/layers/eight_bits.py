@@ -27,6 +27,7 @@ def to_8_bits(layer: nn.Module, device: torch.device, *, gathers_casts: bool = F
     config = replace(
         Float8LinearConfig.from_recipe_name(_RECIPE),
         emulate=device.type == "cpu",
+        pad_inner_dim=True,  # a weight's gradient sums over tokens, of any number
         enable_fsdp_float8_all_gather=gathers_casts,
     )
 

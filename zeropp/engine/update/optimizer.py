@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -157,6 +158,13 @@ class Updater:
 
     def _check_state(self) -> None:
         """Refuse, in the first update, what an optimizer keeps and no checkpoint could hold."""
+        for part in parts_of(self.optimizer):
+            for name, value in vars(part).items():
+                if isinstance(value, torch.optim.Optimizer) and value.state is not part.state:
+                    raise InfeasibleError(
+                        f"optimizer: {type(part).__name__} keeps an optimizer, {name!r}, whose "
+                        "state no checkpoint could hold (give that one, or share its state)"
+                    )
         state = (one for one in self.optimizer.state.values() if isinstance(one, dict))
         for name, value in (pair for one in state for pair in one.items()):
             if not (value is None or isinstance(value, bool | int | float | Tensor)):
@@ -174,7 +182,9 @@ def _refuse_group(*_: object) -> NoReturn:
 def _refusing_to_clip() -> Iterator[None]:
     """In a hook of the optimizer, torch's clipping sees the shards of one rank."""
 
-    def refuse(*_: object, **__: object) -> NoReturn:
+    def refuse(*given: Any, **named: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "clip_grad_value_":  # which looks at each element
+            return _grouped(*given, **named)
         raise RuntimeError(
             "torch.nn.utils.clip_grad_norm_, get_total_norm: has the norm of this "
             "rank's shards alone (call model.clip_grad_norm_ in the hook, or give parallelize "

@@ -29,6 +29,15 @@ def groups_whole(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> 
     """The groups, of parameters of these ``shapes``, that an optimizer is to get whole. A group
     whose parameters it treats in different ways (no decay of vectors) is whole, too."""
     groups, optimizer = _made_empty(asked, shapes, device)
+    mirrored, other = _made_empty(asked, {n: of[::-1] for n, of in shapes.items()}, device)
+    settings, otherwise = _settings(optimizer), _settings(other)
+    for name, group in groups.items():
+        for one, same in zip(group, mirrored[name][::-1], strict=True):
+            if settings.get(id(one)) != otherwise.get(id(same)):
+                raise InfeasibleError(
+                    f"optimizer: treats parameters of group {name!r} by their places, where each "
+                    "rank has others (give group_of=, and each group its own settings)"
+                )
     found: dict[int, tuple[bool, str]] = {}
     for place, part in enumerate(parts_of(optimizer)):
         hooks = [one for name, one in vars(part).items() if "hook" in name or name == "step"]
@@ -39,6 +48,16 @@ def groups_whole(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> 
     # What is in no group is refused by name when the optimizer is made of real ones.
     kinds = {name: {found.get(id(x), (True, "")) for x in group} for name, group in groups.items()}
     return tuple(name for name, of in kinds.items() if len(of) > 1 or not all(k for k, _ in of))
+
+
+def _settings(optimizer: optim.Optimizer) -> dict[int, str]:
+    """The class that updates a parameter and the options of it, by the parameter's identity."""
+    return {
+        id(one): f"{type(part)} { {k: v for k, v in group.items() if k != 'params'} }"
+        for part in parts_of(optimizer)
+        for group in part.param_groups
+        for one in group["params"]
+    }
 
 
 def numbers_kept(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> dict[str, int]:
