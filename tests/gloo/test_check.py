@@ -78,7 +78,9 @@ class Coupled(torch.optim.SGD):
 class Counting(nn.Linear):
     """Counts its calls."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -119,7 +121,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
     batches = [(torch.randn(ROWS, 4, WIDTH), torch.randn(ROWS, 4, WIDTH)) for _ in range(2)]
     loss: Any = nn.functional.mse_loss
     if kind == "odd":  # and the second batch counts nothing
-        layers[1] = Counting(WIDTH, WIDTH)
+        layers[1] = Counting()
         loss = squares
         batches[1][1].fill_(-10.0)
         degrees = {**degrees, "loss_reduction": "tokens", "optimizer": limited}

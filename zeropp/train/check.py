@@ -197,8 +197,10 @@ class _Comparison:
             if one.requires_grad:
                 groups[settings.group_of((int(index), own), one)].append(one)
         optimizer = made_optimizer(settings.optimizer, groups)
-        self._hooks: list[Callable[[], object]] = []  # of the user's, before a step
-        for part in parts_of(optimizer):
+        # Of the user's before a step, which the trained gradients show; but not of gathered ones.
+        self._hooks: list[Callable[[], object]] = []
+        is_gathered = model.plan.step_end.gathers_whole
+        for part in () if is_gathered else parts_of(optimizer):
             hooks = part._optimizer_step_pre_hooks
             self._hooks += [partial(hook, part, (), {}) for hook in hooks.values()]
             hooks.clear()
