@@ -125,6 +125,8 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         loss = squares
         batches[1][1].fill_(-10.0)
         degrees = {**degrees, "loss_reduction": "tokens", "optimizer": limited}
+    elif kind == "eight":  # a block that is itself a linear layer
+        layers = [nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, WIDTH)]
     elif kind == "none":
         batches = []
     if kind == "refused":
@@ -146,6 +148,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("right", {"shard": 2}, "2 steps"),
         ("odd", {"pp": 2}, "2 steps"),
         ("odd", {"shard": 2}, "2 steps"),
+        ("eight", {"shard": 2, "precision": "fp8"}, "2 steps"),
         ("none", {"pp": 2}, "ValueError: check: batches has none"),
         ("slice", {"context": 2}, "layers[1]: gives another output"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
@@ -158,5 +161,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
 def test_what_differs_is_named(
     world: World, kind: str, degrees: dict[str, Any], words: str
 ) -> None:
+    if kind == "eight":
+        pytest.importorskip("torchao")
     for said in world.run(found, kind, degrees, size=2):
         assert words in said

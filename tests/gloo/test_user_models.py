@@ -343,14 +343,51 @@ def test_batches_of_another_size_go_on_behind_the_rows_that_were_seen(
 @on_ranks(1)
 def test_several_steps_with_a_batch_are_refused_where_the_place_goes_by_steps() -> None:
     with loading() as model:
-        for resume in (False, True):
-            batches = iter(model.loader(Numbers(), resume=resume))
+        for resume, workers in ((False, 0), (True, 0), (True, 2)):  # which run ahead
+            loader = model.loader(Numbers(), resume=resume, num_workers=workers)
+            batches = iter(loader)
             for _ in range(2):
                 batch = next(batches)
                 model.train_step(*batch)
             model.train_step(*batch)
             said = error_of(partial(next, batches))
             assert said.startswith("ValueError: loader: 3 steps were done with 2") == resume
+
+
+class Averaged(torch.nn.Linear):
+    """Keeps a mean in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.mean = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds to the mean in place, and then outside."""
+        self.mean += x.detach().mean()
+        self.mean = self.mean * 0.5
+        return super().forward(x)
+
+
+@on_ranks(1)
+def test_an_evaluation_leaves_numbers_and_a_refused_batch_is_refused_again() -> None:
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).square().mean()
+
+    def look(*_: object) -> None:
+        raise zeropp.InfeasibleError("labels: not shifted")
+
+    rows = torch.arange(8.0).view(2, 4)
+    with zeropp.parallelize([Averaged()], loss, sample=rows[:1], global_batch=2) as model:
+        model.train_step(rows, rows)
+        layer: Any = model.engine.layers[0]
+        before = layer.mean.clone()
+        assert before
+        model.eval_step(rows, rows)
+        assert layer.mean == before
+    vars(loss)["check_targets"] = look
+    with zeropp.parallelize([Averaged()], loss, sample=rows[:1], global_batch=2) as model:
+        for _ in range(2):
+            refuses("InfeasibleError: labels: not", partial(model.train_step, rows, rows))
 
 
 def evaluated_on() -> list[list[int]]:

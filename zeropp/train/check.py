@@ -281,7 +281,7 @@ class _Comparison:
         return done
 
     def _compare_losses(self, ours: Tensor | float, alone: Tensor, of: str = "") -> None:
-        far = _apart(*(torch.tensor(float(one)) for one in (ours, alone))) / self._tolerance
+        far = _apart(torch.tensor(float(ours)), torch.tensor(float(alone))) / self._tolerance
         cause = (
             "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "

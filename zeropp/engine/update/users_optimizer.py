@@ -27,12 +27,13 @@ Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 
 def groups_whole(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> tuple[str, ...]:
     """The groups, of parameters of these ``shapes``, that an optimizer is to get whole. A group
-    whose parameters it treats in different ways (no decay of vectors) is whole, too."""
+    whose parameters it treats in different ways (no decay of vectors) is whole, too. Raises
+    InfeasibleError if these go by places in a group, which are others on every rank."""
     groups, optimizer = _made_empty(asked, shapes, device)
     mirrored, other = _made_empty(asked, {n: of[::-1] for n, of in shapes.items()}, device)
     settings, otherwise = _settings(optimizer), _settings(other)
-    for name, group in groups.items():
-        for one, same in zip(group, mirrored[name][::-1], strict=True):
+    for name, members in groups.items():
+        for one, same in zip(members, mirrored[name][::-1], strict=True):
             if settings.get(id(one)) != otherwise.get(id(same)):
                 raise InfeasibleError(
                     f"optimizer: treats parameters of group {name!r} by their places, where each "
