@@ -7,8 +7,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -344,10 +346,11 @@ def test_batches_of_another_size_go_on_behind_the_rows_that_were_seen(
 def test_several_steps_with_a_batch_are_refused_where_the_place_goes_by_steps() -> None:
     with loading() as model:
         for resume, workers in ((False, 0), (True, 0), (True, 2)):  # which run ahead
-            loader = model.loader(Numbers(), resume=resume, num_workers=workers)
-            batches = iter(loader)
+            batches = iter(model.loader(Numbers(), resume=resume, num_workers=workers))
             for _ in range(2):
-                batch = next(batches)
+                # Ranks of tests are daemons, which may have no workers.
+                with mock.patch.dict(vars(current_process())["_config"], daemon=not workers):
+                    batch = next(batches)
                 model.train_step(*batch)
             model.train_step(*batch)
             said = error_of(partial(next, batches))
