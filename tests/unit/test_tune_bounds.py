@@ -82,9 +82,9 @@ def drawn_task(draw: random.Random) -> Task:
     host = cluster.host
     if host:
         host = replace(host, bandwidth_gb_s=host.bandwidth_gb_s * draw.choice((0.05, 0.3, 1.0)))
-    precision = draw.choice(("bf16", "bf16", "fp8"))  # of which some programs have none
+    precisions: tuple[Precision, ...] = ("bf16", "bf16", "fp8")  # the last not of all programs
     cluster = replace(cluster, intra=intra, inter=inter, host=host)
-    return replace(what, cluster=cluster, precision=precision)
+    return replace(what, cluster=cluster, precision=draw.choice(precisions))
 
 
 def narrowed(point: SearchPoint[Any], draw: random.Random) -> SearchPoint[Any]:
