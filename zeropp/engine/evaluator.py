@@ -110,16 +110,13 @@ class Evaluator:
 
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
-        first one of a batch, which all ranks run forward. What the loss function raises for it
-        reaches all ranks, some of which would wait for its gradient in vain. What is recomputed may
-        fill caches, which it would otherwise fill in a step's forward and not when it is
-        recomputed."""
+        first one of a batch, which all ranks run forward. The loss function is not called, as it
+        may count its calls. What is recomputed may fill caches, which it would otherwise fill in a
+        step's forward and not when it is recomputed."""
         passed: Passed = {}
-        batch = batch.first()
         if self._last or self._caching:
             with self._evaluating(self._caching):
-                last = [x for _, x, _ in self._run_unit(batch, range(1), passed) if x is not None]
-                together(lambda: [self._loss(output, batch, 0) for output in last])
+                [*self._run_unit(batch.first(), range(1), passed)]
         return passed
 
     def warm_up(self, batch: Microbatches) -> None:
