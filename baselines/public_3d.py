@@ -240,6 +240,12 @@ def _offloading(plan: SizedPlan, knobs: SlicingKnobs) -> SizedPlan:
             f"contender.offload_modules={modules})",
             "whole blocks are offloaded without a pipeline alone",
         )
+    if plan.recompute == "full" and plan.recomputed_per_stage == plan.blocks and not sent:
+        raise InfeasibleError(
+            f"contender.offload_modules={modules}: contender.recompute=full leaves nothing of it "
+            "to send (use none)",
+            "nothing is left to offload",
+        )
     fsdp.check_cpu_offloading(sent, plan.recompute, plan.shape.layers)
     if plan.layout.pp == 1:
         plan = fsdp.by_piece(plan, knobs.recompute_blocks)

@@ -273,7 +273,7 @@ def described_compute_s(described: SimResult) -> float:
 
 
 def write_replays(out: Path, plans: Plans, minutes: float) -> None:
-    """Replay the plans that the table does not have; begin none after so many minutes."""
+    """Replay the plans that the table does not have; begin none after this many minutes."""
     until = time.monotonic() + 60 * minutes
     table = pd.read_csv(out) if out.exists() else pd.DataFrame(columns=_KEY)
     known = set(table[_KEY].itertuples(index=False, name=None))

@@ -14,7 +14,7 @@ _QKV, _QK = "biases of its QKV products", "norms of queries and keys"
 
 
 class _Kind(NamedTuple):
-    """A ``model_type`` of transformers that is a Llama, or GPT-2, but for what is ``unpriced``:
+    """A ``model_type`` of transformers that is a Llama, or GPT-2, except for what is ``unpriced``:
     the eager code to whose kernels its own are nearest, and whether its MLP has a gate and its
     embeddings are tied where the file does not say it."""
 

@@ -55,7 +55,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--use-precision-aware-optimizer": (None, "other bytes per parameter"),
     "--qk-layernorm": (None, "the norms of queries and keys are not priced"),
     "--add-qkv-bias": (None, "the biases of QKV products are not priced"),
-    "--fp8-param-gather": (None, "parameters are gathered in bf16"),
     "--cuda-graph-impl": ("none", "launches are priced without CUDA graphs"),
     "--enable-cuda-graph": (None, "launches are priced without CUDA graphs"),
 }
@@ -83,7 +82,7 @@ _HARMLESS = (
     *("--timing-log", "--tiktoken", "--apply-layernorm-1p", "--no-position-embedding", "--legacy"),
     *("--calculate-per-token-loss", "--max-position-embeddings", "--attention-softmax-in-fp32"),
     *("--no-masked-softmax-fusion", "--use-persistent", "--hysteresis", "--no-check-for-nan"),
-    *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--fp8-recipe"),
+    *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
     *("--eod-mask", "--num-experts", "--use-rope", "--rope-", "--no-log", "--use-pytorch-profiler"),
@@ -121,6 +120,9 @@ def _count_unknown(reading: Reading) -> None:
         reading.named.append(f"{len(unknown)} keys are {UNKNOWN} (-v lists them)")
 
 
+_OFFLOADED = ("qkv_linear", "core_attn", "attn_proj")  # all modules that a dense block can offload
+
+
 def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> Reading:
     """What Megatron's flags say; ``stated``: the user has given the number of GPUs."""
     for flag, why in _REFUSED.items():
@@ -131,8 +133,13 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
     _degrees(keys, reading, num_gpus, stated=stated)
     reading.model = _model(keys, reading)
     _recompute(keys, reading)
-    keys.take("--offload-modules")  # all that a dense block has are priced
-    fine = keys.take("--fine-grained-activation-offloading")
+    fine, modules = (
+        keys.take(key) for key in ("--fine-grained-activation-offloading", "--offload-modules")
+    )
+    if fine and not all(module in str(modules) for module in _OFFLOADED):
+        reading.named.append(
+            f"--offload-modules={modules}: priced with all of {', '.join(_OFFLOADED)} offloaded"
+        )
     reading.knobs |= {
         "offload_blocks": keys.number("--cpu-offloading-num-layers") or 0,
         "offload_modules": "attention" if fine else "none",
@@ -143,8 +150,10 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
         half = True
         reading.derived.append("--fp16: priced as bf16, whose kernels and bytes are the same")
     reading.settings["precision"] = "bf16" if half else "fp32"
+    recipe, gathers = keys.take("--fp8-recipe", "delayed"), keys.take("--fp8-param-gather")
     if eight := keys.take("--fp8-format"):
-        reading.multiply_in_8_bits(f"--fp8-format={eight}")
+        reading.multiply_in_8_bits(f"--fp8-format={eight} --fp8-recipe={recipe}")
+        reading.traits["gathers_casts"] = bool(gathers)
     keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
     return reading
 
@@ -386,6 +395,7 @@ def written(plan: SizedPlan) -> str:
         "--bf16": plan.precision != "fp32",
         "--fp8-format": plan.precision == "fp8" and "hybrid",
         "--fp8-recipe": plan.precision == "fp8" and "tensorwise",
+        "--fp8-param-gather": plan.precision == "fp8" and program.gathers_casts,
         "--overlap-grad-reduce": program.overlap_reduction,
         "--overlap-param-gather": program.overlap_updated and layout.replicate_zero == 1,
         "--tp-comm-overlap": program.overlap_tensor and layout.sequence_parallel,
@@ -414,7 +424,7 @@ def _memory_flags(plan: SizedPlan) -> dict[str, object]:
         flags["--recompute-modules"] = "mlp"
     if plan.offloads == "attention":
         flags["--fine-grained-activation-offloading"] = True
-        flags["--offload-modules"] = "qkv_linear core_attn attn_proj"
+        flags["--offload-modules"] = " ".join(_OFFLOADED)
     elif plan.offload_blocks:
         flags["--cpu-offloading-num-layers"] = plan.offload_blocks
     return flags

@@ -171,14 +171,15 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
         next(filter(None, [keys.take(f"{section}.{key}") for section in sections]), None)
         for key in ("recipe_name", "enable_fsdp_float8_all_gather")
     )
-    reading.traits["gathers_casts"] = bool(gathers) and recipe != "rowwise"
+    by_row = str(recipe).startswith("rowwise")
+    reading.traits["gathers_casts"] = bool(gathers) and not by_row
     names = list(keys.take("model.converters", []))
     names += ["float8"] * bool(keys.take("float8.enable_float8_linear", False))
     for name in names:
         kind = name.lower().removeprefix("quantize.linear.")
         if kind not in ("float8", "mx", "mxfp8"):
             reading.named.append(f"model.converters={name}: no price; priced in bf16")
-        elif kind == "float8" and recipe == "rowwise":
+        elif kind == "float8" and by_row:
             reading.multiply_in_8_bits(f"model.converters={name}, {recipe}", "rowwise")
         else:
             scaling: Scaling = "tensorwise" if kind == "float8" else "mx"

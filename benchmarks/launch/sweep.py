@@ -220,7 +220,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
 
 def _refuse_what_makes_no_point(points: list[Point], configs: list[dict[str, Any]]) -> None:
     """Raise SpecError for a key that is swept, but would be read once: one of the whole sweep, or
-    an option of a launcher of which records of one specification say nothing."""
+    a launcher's option that records of one specification do not have."""
     of_sweep = _RUN_KEYS - {"launcher", "sequences_per_gpu"}
     alike = defaultdict[tuple[str, ...], list[dict[str, str]]](list)
     for point, config in zip(points, configs, strict=True):

@@ -43,7 +43,7 @@ CHOICES = {  # the columns of a case, and what the page calls them
 }
 _OF_MAP = [*CHOICES][:-2]  # the others are its sides
 _NUMBERS = ("seq", "num_gpus", "per_gpu")
-# Rows of which one search has had plans with and without tensor parallelism.
+# Rows whose plans with and without tensor parallelism come from one search.
 _WHOLE = {name for name, row in ROWS.items() if row.contender.space.tensor
           and not name.endswith(("_tp", "_tp1")) and name != "deepspeed_3d"}  # fmt: skip
 WITHIN = "within the errors"

@@ -195,7 +195,7 @@ def pairs(
 ) -> list[tuple[str, float, float]]:
     """Of pairs of published runs of one program, or of two, the source of the first, the error of
     the ratio of their speeds as a logarithm, and the measured ratio as one. ``tensor``: only those
-    of which one has tensor parallelism and the other has none."""
+    one with tensor parallelism and one without."""
     groups = defaultdict(list)
     for run in stranger_runs():
         if run["quantity"] == "speed" and run.get("layers"):

@@ -96,7 +96,7 @@ def best_of(
     **options: Any,
 ) -> Best:
     """Search a row's best plan. ``memory_margin``: the room instead of the measured one.
-    ``asked``: knobs of the row's contender, of which those that are ``auto`` are searched; None:
+    ``asked``: knobs of the row's contender; those that are ``auto`` are searched; None:
     all but the types of gradients. ``known``: plans that are tried first. ``options`` are those of
     ``zeropp.choose.search.search``."""
     found: list[tuple[Outcome[Any], Room, list[Evaluated[Any]]]] = []
@@ -168,7 +168,7 @@ def search_rows(
     **options: Any,
 ) -> list[Best]:
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
-    ``budget_s`` are seconds of wall time, of which every row has the same share; ``tell`` gets each
+    ``budget_s`` are seconds of wall time, which rows share equally; ``tell`` gets each
     as it comes. Those that take longest begin first, behind one that is quick. Ctrl-C ends the
     searches, and gives those that have ended; raised again where there is none."""
     spaces = {name: ROWS[name].contender for name in names}
@@ -275,7 +275,7 @@ def _ran(
     whatever its price."""
     if run["device"] != task.cluster.device.name or run["dtype"] not in DTYPES[task.precision]:
         return False
-    memory_gib = task.cluster.device.memory_gib  # of which sources state the nominal size
+    memory_gib = task.cluster.device.memory_gib  # sources state the nominal size
     if not 0.95 < float(run["memory_gib"] or memory_gib) / memory_gib < 1.05:
         return False
     shape = replace(task.shape, vocab=int(run["vocab"]))

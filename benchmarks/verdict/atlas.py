@@ -138,8 +138,8 @@ def _first(of_program: pd.DataFrame) -> str:
 
 
 def _ratio(cells: pd.DataFrame, name: str) -> str:
-    """The median of a column, with the lowest and the highest; those of which some are bounds with
-    the sign for it."""
+    """The median of a column, with the lowest and the highest; with "≥"
+    where some are bounds."""
     ratio = cells[name].dropna()
     if ratio.empty:
         return "no plan with TP"

@@ -48,7 +48,7 @@ def test_numbers_are_equal_to_the_last_bit(case: Case) -> None:
 
 
 class Reads(Function):
-    """Saves its input, of which its backward asks twice, and one tensor for both."""
+    """Saves its input, for which its backward asks twice, and one tensor for both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: list[int]) -> Tensor:

@@ -127,7 +127,7 @@ class Suite:
         return [*self._stepping(number).values()][-1]
 
     def _stepping(self, steps: int) -> dict[int, Path]:
-        """Attempts whose ranks have all measured so many steps, by the seeds of their points."""
+        """Attempts whose ranks have all measured this many steps, by the seeds of their points."""
         found = {}
         for header in self.runs.glob("*/slurm-*/attempt.json"):  # written after the spec
             attempt = header.parent

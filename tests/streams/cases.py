@@ -1,5 +1,5 @@
 """The engine on virtual streams: what a rank runs, and what was found of it; faults to inject into
-the engine, each of which takes one ordering or one reference away, controls, which change an order
+the engine (each takes one ordering or one reference away), controls, which change an order
 and are none; and thirteen configurations that differ in what its streams do."""
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def faults_of(work: Callable[[torch.cuda.Stream], object]) -> list[str]:
 
 
 def added_beside(stream: torch.cuda.Stream, begin: int = 0, end: int = 4) -> torch.Tensor:
-    """Ones, to some of which a stream adds that has waited for compute."""
+    """Ones; a stream that has waited for compute adds to some."""
     x = torch.ones(8)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -622,7 +622,7 @@ def test_recording_spans_waits_for_compute_alone() -> None:
 
 
 def offloaded_beside_compute(fault: str) -> list[str]:
-    """Two microbatches of one block, of which one is stored while the other is loaded."""
+    """Two microbatches of one block: one is stored while the other is loaded."""
     with emulate.emulated() as device, ExitStack() as undo:
         host = HostMemory(torch.device("cpu"), undo)
         block = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh())

@@ -58,7 +58,7 @@ def test_flops(shape: ModelShape) -> None:
 
 @pytest.mark.parametrize("kind", sorted({*huggingface.KINDS} - {"gpt2"}))
 def test_models_of_transformers_have_the_sizes_that_their_file_says(kind: str) -> None:
-    """All but norms and biases, of which one in a hundred parameters is one at most; also where the
+    """All but norms and biases, at most one in a hundred parameters; also where the
     file leaves the width of heads and the tying to transformers."""
     transformers = pytest.importorskip("transformers")
     sizes = {

@@ -1,6 +1,6 @@
 """Committed tables are what today's code computes.
 
-``./scripts/test.sh evidence`` computes every row again. In all other runs it is every so many rows
+``./scripts/test.sh evidence`` computes every row again. In all other runs it is every n-th row
 of each table, and always the same ones.
 """
 
@@ -235,7 +235,7 @@ def test_a_committed_table_is_what_the_code_computes(path: str, part: int) -> No
     assert differing(path, rows[slice(*ends)]) == []
 
 
-# Every so many rows, of those that are cheap to compute.
+# Every n-th row, of those that are cheap to compute.
 FIXED = {
     "validation/validation.csv": 100,
     "claim_33/plans.csv": 120,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.explain.answer import Answer, answer, better
+from benchmarks.explain.answer import Answer, answer, better, settled
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import (
     lost,
@@ -290,7 +290,12 @@ def test_a_host_that_limits_a_step_is_priced_and_said(
 
 
 @pytest.mark.parametrize(
-    ("converter", "recipe", "gain"), [("float8", "tensorwise", 1.25), ("float8", "rowwise", 1.05)]
+    ("converter", "recipe", "gain"),
+    [
+        ("float8", "tensorwise", 1.25),
+        ("float8", "rowwise", 1.05),
+        ("float8", "rowwise_with_gw_hp", 1.05),
+    ],
 )
 def test_torchtitans_8_bit_products_have_their_price(
     tmp_path: Path, converter: str, recipe: str, gain: float
@@ -305,6 +310,23 @@ def test_torchtitans_8_bit_products_have_their_price(
     assert not answered.question.reading.named
     with pytest.raises(SpecError, match="cluster=a100: device a100 has no eight_bit_gain"):
         asked(tmp_path, {"a.toml": text}, "num_gpus=8", "cluster=a100")
+
+
+def test_megatrons_flags_of_8_bits_and_of_offload_are_read_or_named(tmp_path: Path) -> None:
+    run = f"torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py {FLAGS}"
+    run += " --use-distributed-optimizer --fp8-format hybrid --fp8-recipe mxfp8"
+    plain, gathers = (
+        asked(tmp_path, {"run.sh": run + more}) for more in ("", " --fp8-param-gather")
+    )
+    assert any("--fp8-recipe=mxfp8" in line for line in plain.reading.derived)
+    plans = [q.contender.simulated(q.task, settled(q)) for q in (plain, gathers)]
+    updated = [result.price.stages[0].gather_updated for result in plans]
+    assert updated[1] < 0.8 * updated[0]
+    some = run + " --fine-grained-activation-offloading --offload-modules core_attn"
+    named = asked(tmp_path, {"run.sh": some}).reading.named
+    assert named == ["--offload-modules=core_attn: priced with all of qkv_linear, core_attn, "
+                     "attn_proj offloaded"]  # fmt: skip
+    assert not asked(tmp_path, {"run.sh": some + " qkv_linear attn_proj"}).reading.named
 
 
 @pytest.mark.parametrize("name", PRICED)

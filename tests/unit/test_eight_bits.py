@@ -9,22 +9,14 @@ import pytest
 from benchmarks.records.own_cache import write
 from benchmarks.records.simulated import TABLE, line_of, plan_record, read_table
 from benchmarks.specification.contenders import CONTENDERS, PRICED
-from benchmarks.specification.reading import preset
 from benchmarks.verdict.study import key_of
-from zeropp.choose.task import Candidate, Task
-from zeropp.price import price_plan
-from zeropp.price.cluster import Cluster
+from tests.unit.simulated_task import llama_task
+from zeropp.choose.task import Candidate
+from zeropp.price import price_plan, time_plan
 from zeropp.price.flops import linear_weights, piece_parameters
 from zeropp.types.layout import InfeasibleError
-from zeropp.types.shape import ModelShape
 
-TASK = Task(
-    shape=preset("model", "llama_8b", ModelShape),
-    cluster=preset("cluster", "h100", Cluster),
-    num_gpus=64,
-    global_batch=256,
-    precision="fp8",
-)
+TASK = llama_task(64, 256, "fp8")
 WITHOUT = ("deepspeed", "deepspeed_3d", "deepspeed_zero3", "megatron_core_local")
 
 
@@ -63,11 +55,25 @@ def test_gathers_bring_8_bits_where_weights_are_cast_before(name: str, share: fl
     assert (gathers[1] < 0.7 * gathers[0]) is (share > 0)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_zeropps_casts_are_kernels_of_their_own_where_weight_gradients_wait(pp: int) -> None:
+def test_megatron_core_gathers_updated_blocks_in_8_bits() -> None:
+    contender = PRICED["megatron_core"]
+    knobs = replace(contender.knobs(), tp=2, pp=1, replicate=32, replicate_zero=1)
+    plan = contender.size(TASK, knobs, 1)
+    in_16 = replace(plan, program=plan.program + "+gathers_casts=false")
+    eight_s, half_s = (
+        time_plan(each, TASK.cluster).stages[0].gather_updated for each in (plan, in_16)
+    )
+    assert 0.4 < eight_s / half_s < 0.8
+
+
+@pytest.mark.parametrize(("pp", "parts"), [(1, 1), (1, 4), (2, 1)])
+def test_zeropps_casts_are_kernels_of_their_own_where_the_engine_adds_weight_gradients(
+    pp: int, parts: int
+) -> None:
     contender = PRICED["zeropp"]
-    knobs = replace(contender.knobs(), pp=pp)
-    assert contender.size(TASK, knobs, 1).program == "zeropp_fp8" + "_delayed" * (pp > 1)
+    knobs = replace(contender.knobs(), pp=pp, gradient_parts=parts)
+    added = pp > 1 or parts > 1
+    assert contender.size(TASK, knobs, 1).program == "zeropp_fp8" + "_delayed" * added
 
 
 def test_a_table_says_the_precision_of_its_lines_and_older_ones_are_of_bf16(

@@ -24,21 +24,12 @@ from benchmarks.report.opponents import (
     fields_of,
     opponents_table,
 )
-from benchmarks.specification.reading import preset
+from tests.unit.simulated_task import llama_task
 from zeropp.choose.contender import Contender
 from zeropp.choose.space import SearchPoint
-from zeropp.choose.task import Task
-from zeropp.price.cluster import Cluster
 from zeropp.types.layout import Layout
-from zeropp.types.shape import ModelShape
 
-TASK = Task(
-    shape=preset("model", "llama_8b", ModelShape),
-    cluster=preset("cluster", "h100", Cluster),
-    num_gpus=8,
-    global_batch=64,
-    precision="bf16",
-)
+TASK = llama_task(8, 64)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)

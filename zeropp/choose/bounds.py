@@ -487,7 +487,7 @@ def _in_turn_s(
     backwards: _Phase,
 ) -> float:
     """Seconds until rank 0 has its last weight gradient, as a rank has one order of forwards and
-    one of backwards, in which a unit follows the other: all forwards but for the last unit's in the
+    one of backwards, in which a unit follows the other: all forwards except the last unit's in the
     last chunk, and that unit's backwards; or the first unit's way to its first backward, and all
     backwards."""
     (whole, rest), unit = divmod(plan.num_microbatches, plan.schedule.unit), plan.schedule.unit

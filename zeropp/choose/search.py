@@ -320,7 +320,7 @@ class _Search(Generic[K]):
         self._of_compute = compute_knobs(contender.knobs)
         self._of_root = compute_knobs(contender.knobs, saving=False)
         self._bounds: dict[_Alike, float] = {}  # of compute
-        self._others: dict[_Alike, list[Family[K]]] = {}  # alike, of which one was in the queue
+        self._others: dict[_Alike, list[Family[K]]] = {}  # alike; one of them was in the queue
         # Points that differ from another one of their group in data-parallel degrees alone; what
         # was asked for there.
         self._points: defaultdict[tuple[int, ...], list[tuple[K, SearchPoint[K]]]]
@@ -523,7 +523,7 @@ class _Search(Generic[K]):
             )
 
     def bound_compute(self, plan: SizedPlan, alike: _Alike) -> float:
-        """The bound of the compute of families that are ``alike``, of which one has this plan."""
+        """The bound of the compute of families that are ``alike``; one of them has this plan."""
         passes = self.contender.prices.passes(plan, self.task.cluster)
         self._bounds[alike] = least_compute_s(plan, passes)
         return self._bounds[alike]

@@ -227,7 +227,7 @@ def _within(limits: tuple[int, int], ranks: int) -> list[int]:
     return [d for d in divisors(ranks) if fewest <= d <= (most or ranks)] or [1]
 
 
-# Knobs of which the families have all values that are worth a try.
+# Knobs whose values that are worth a try are all in the families.
 _IN_FAMILIES = {"gradient_parts", "prefetch"}
 
 

@@ -58,9 +58,9 @@ class Allocations:
     is counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
     unsharded parameters; what optimizers read, and reduce-scatters read and write, are gradients.
     Of the others, a storage that outlives the forward or the run of autograd that allocated it is
-    an activation. All else, and the copies that reductions make, is workspace, but for the host's
-    memory, to which activations are offloaded, which is apart. ``kind`` is the kind
-    of storages that are allocated from now on; None: it is found out at the end of the step.
+    an activation. All else, and the copies that reductions make, is workspace. The memory of the
+    host, to which activations are offloaded, is apart. ``kind`` is the kind of storages that are
+    allocated from now on; None: it is found out at the end of the step.
     """
 
     def __init__(self) -> None:

@@ -252,7 +252,7 @@ class Evaluator:
 def unchanged(
     roots: Iterable[nn.Module], device: torch.device, apart: Collection[nn.Module] = ()
 ) -> Iterator[None]:
-    """Afterwards modules have the modes of before and, but for those ``apart``, the buffers and
+    """Afterwards modules have the modes of before and, except for those ``apart``, the buffers and
     numbers, also those in tensors; torch, Python and numpy draw as before."""
     modules = {part: part in apart for root in roots for part in root.modules()}
     numbers = [

@@ -374,7 +374,9 @@ def gather_updated_s(
         among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
     masters = program.state(plan.precision).casts_parameters  # the updated masters are sent
     cast = sends_compute_type(plan, program)  # once per step, where it has been updated
-    sent = _FP32 if masters and not cast else element_bytes(plan.precision)
+    sent: float = _FP32 if masters and not cast else element_bytes(plan.precision)
+    if not masters:
+        sent -= sum(gathered_in_8_bits(plan, program, stage) for stage in stages) / parameters
     part = parameters / plan.layout.shards
     if program.overlap_updated:
         sizes, beside = _gathered_ahead(plan, work, stages=stages, forwards=forwards)

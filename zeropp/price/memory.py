@@ -175,7 +175,8 @@ def _more_gradients(plan: SizedPlan, program: Program, pieces: range) -> float:
 
 
 def gathered_in_8_bits(plan: SizedPlan, program: Program, stage: int) -> float:
-    """Parameters of a stage, on one rank without ZeRO, whose gathers bring 8 bits of each."""
+    """Parameters of a stage, on one rank without ZeRO, whose gathers, by ZeRO-3 or of what ZeRO-1
+    has updated, bring 8 bits of each."""
     if plan.precision != "fp8" or not program.gathers_casts:
         return 0.0
     return plan.blocks[stage] * linear_weights(plan.shape) / plan.layout.tp
@@ -254,7 +255,7 @@ def _of_microbatch(
     message: float,
 ) -> dict[str, int]:
     """The bytes of one microbatch in a stage of ``repeated`` blocks that are recomputed and
-    ``plain`` ones behind them that are not, of which the first ``sent`` are offloaded, by the
+    ``plain`` ones behind them that are not (the first ``sent`` are offloaded), by the
     fields of StageMemory; ``message`` is what it holds for messages. Many plans have such stages.
 
     A backward goes through the blocks from the last one to the first: blocks that it has not

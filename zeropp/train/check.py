@@ -84,8 +84,8 @@ def check(
     ``parallelize(layers, loss_fn, **keywords)`` does and once in a plain loop on every rank, from
     weights that are moved off their initial values. All ranks must call it, with the same batches
     ``(inputs, targets)`` or ``(inputs, targets, keyword inputs by name)``, of ``global_batch`` rows
-    each; three are enough. Layers stay as they were, but for what they reach through a closure or a
-    global variable, which is not copied: give functions that make such layers. Each rank needs
+    each; three are enough. Layers stay as they were. What they reach through a closure or a global
+    variable is not copied: give functions that make such layers. Each rank needs
     memory for the whole model: take one with few layers. ``timeout`` is two minutes unless given.
 
     Compared are every layer's outputs, losses, gradients and the updates that the optimizer makes

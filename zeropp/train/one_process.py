@@ -69,8 +69,8 @@ class OneProcess:
     def _forward(
         self, batch: Microbatches, step: int | None, then: Callable[[Tensor], None]
     ) -> tuple[Tensor, Any]:
-        """The loss of a batch, and by what those of its microbatches were divided, each of which
-        goes to ``then``. ``step``: by which drawing is seeded."""
+        """The loss of a batch, and by what those of its microbatches were divided,
+        which go to ``then``. ``step``: by which drawing is seeded."""
         losses, counts = [], []
         for number, value in enumerate(batch.inputs):
             beside: list[Tensor] = []

@@ -88,7 +88,7 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
             )
         if _are_offsets(value, settings.sample):
             raise InfeasibleError(
-                f"sample_keywords: {name!r} has offsets of packed rows, of which every microbatch "
+                f"sample_keywords: {name!r} has offsets of packed rows, and every microbatch "
                 "would get a part (give position_ids [rows, length] that begin again with each "
                 "document)"
             )

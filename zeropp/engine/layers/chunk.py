@@ -173,7 +173,7 @@ class Chunk:
     stage before and go to the next stage; None at an end of the model. ``seed`` is called before
     every module with its index in the chunk and the microbatch; None: modules draw no random
     numbers, so that what is recomputed need not draw the same ones again. ``compute``:
-    floating-point inputs of a module are cast to this type, but for the ``fp32_modules`` inside,
+    floating-point inputs of a module are cast to this type, except for the ``fp32_modules`` inside,
     until ``undo``; None leaves them as they are.
     ``context``: the ranks that divide sequences, if there are several. ``offload``: what sends to
     the host what blocks save, if anything does.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 # torchao's default, and the fastest: one scale per tensor (``scaling`` of conf/program).
 _RECIPE = "tensorwise"
-_ROWS = 16  # the sides of 8-bit products are multiples of it (``torch._scaled_mm``)
+_ROWS = 16  # the sides of a GPU's 8-bit products are multiples of it
 
 
 def to_8_bits(layer: nn.Module, device: torch.device, *, gathers_casts: bool = False) -> nn.Module:

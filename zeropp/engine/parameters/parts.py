@@ -39,10 +39,10 @@ class GradientRoom:
 
 
 class GradientParts:
-    """The parts of a chunk, the first of which is reduced first.
+    """The parts of a chunk, in the order in which they are reduced.
 
     A part is complete once as many of its products have been added as the microbatch's forward had
-    layers. One of which fewer are (autograd makes the gradient, or there is none) is reduced at the
+    layers. One with fewer (autograd makes the gradient, or there is none) is reduced at the
     end. All ranks reduce in the same order.
     """
 

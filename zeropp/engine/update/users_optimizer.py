@@ -21,7 +21,7 @@ _ELEMENTWISE = (
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
 )
 _KEPT = {optim.SGD: 0, optim.Muon: 0, optim.RMSprop: 1, optim.ASGD: 1, optim.Adagrad: 1}
-_MORE = ("momentum", "centered", "amsgrad")  # options for each of which there is one number more
+_MORE = ("momentum", "centered", "amsgrad")  # each of these options keeps one number more
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 
 
