@@ -14,6 +14,8 @@ from tests.unit.simulated_task import llama_task
 from zeropp.choose.task import Candidate
 from zeropp.price import price_plan, time_plan
 from zeropp.price.flops import linear_weights, piece_parameters
+from zeropp.price.pieces import cast_bytes, linears
+from zeropp.price.price import work_of
 from zeropp.types.layout import InfeasibleError
 
 TASK = llama_task(64, 256, "fp8")
@@ -74,6 +76,18 @@ def test_zeropps_casts_are_kernels_of_their_own_where_the_engine_adds_weight_gra
     knobs = replace(contender.knobs(), pp=pp, gradient_parts=parts)
     added = pp > 1 or parts > 1
     assert contender.size(TASK, knobs, 1).program == "zeropp_fp8" + "_delayed" * added
+
+
+def test_each_product_casts_for_itself_where_weight_gradients_wait() -> None:
+    """Three products read six factors: each is read for its maximum and cast (5 bytes), and the
+    second cast of each tensor copies its transpose (2)."""
+    contender = PRICED["zeropp"]
+    plan = contender.size(TASK, replace(contender.knobs(), pp=2), 1)
+    work = work_of(plan, TASK.cluster)
+    tensors = sum(work.tokens * (k + n) + k * n for k, n in linears(work))
+    forward, backward = cast_bytes(work)
+    assert forward + backward == (2 * 5 + 2) * tensors
+    assert forward < backward
 
 
 def test_a_table_says_the_precision_of_its_lines_and_older_ones_are_of_bf16(
