@@ -22,6 +22,7 @@ from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from baselines.zeropp.contender import ZEROPP
 from benchmarks.specification.reading import validated
 from zeropp.choose.contender import Contender
+from zeropp.choose.planner import asked_degrees
 from zeropp.choose.space import SearchPoint
 from zeropp.choose.task import Candidate
 
@@ -158,15 +159,16 @@ def candidate_in(
     row: str, knobs: Mapping[str, Any], microbatch_size: int
 ) -> tuple[Compared, Contender[Any], Candidate[Any]]:
     """The row of this name, and the contender and the plan whose ``knobs`` a table has; others have
-    their defaults. Of several contenders of a row it is the one that has all of these knobs. Raises
-    SpecError if there is none."""
+    their defaults, and degrees are 1. Of several contenders of a row it is the one that has all of
+    these knobs. Raises SpecError if there is none."""
     compared = ROWS[name_of({**knobs, "name": row})]
     own = {name: value for name, value in knobs.items() if name != "name"}
     contender = compared.contender
     for other in compared.others:
         if own.keys() <= other.knobs.__dataclass_fields__.keys():
             contender = other
-    made = validated(contender.knobs, own | {"name": contender.name}, "setting.knobs")
+    older = dict.fromkeys(asked_degrees(contender.knobs()), 1)
+    made = validated(contender.knobs, older | own | {"name": contender.name}, "setting.knobs")
     return compared, contender, Candidate(made, microbatch_size)
 
 

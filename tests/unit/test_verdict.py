@@ -258,6 +258,16 @@ def test_a_setting_of_a_row_is_read_again() -> None:
     assert (row.name, candidate.knobs.name) == ("deepspeed_best", contender.name)
 
 
+def test_degrees_that_an_older_table_does_not_name_are_1() -> None:
+    cell = Cell(replace(task(8, 16), shape=SHAPE))
+    (line,) = CellPart(cell, "zeropp", "best", 0.3).lines("", [])
+    older = json.loads(str(line["setting"]))
+    assert older["knobs"].pop("context") == 1
+    winner = best_in(cell, COMPARED["zeropp"], [json.dumps(older)], tolerance=0.3).winner
+    assert winner is not None
+    assert winner.step_s == pytest.approx(line["step_s"], rel=0.3)
+
+
 def _constant(common: list[float]) -> ProgramErrors:
     return ProgramErrors(np.array(common), (np.zeros(1),))
 
