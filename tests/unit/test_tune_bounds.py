@@ -29,7 +29,13 @@ from zeropp.choose.bounds import (
 )
 from zeropp.choose.contender import Contender
 from zeropp.choose.search import SAVES, search
-from zeropp.choose.space import SearchPoint, compute_knobs, points
+from zeropp.choose.space import (
+    SearchPoint,
+    compute_knobs,
+    points,
+    saving_none,
+    with_compute_of,
+)
 from zeropp.choose.task import Candidate, Task
 from zeropp.price import PlanPrice, pass_times, price_plan, time_plan
 from zeropp.price.cluster import Cluster
@@ -205,13 +211,29 @@ def test_a_group_of_points_is_told_by_the_one_with_the_most_shards(
         most = max(group, key=lambda point: point.degrees.shard)
         told = {of_compute(knobs) for knobs in contender.space.families(most)}
         assert all({*map(of_compute, contender.space.families(other))} <= told for other in group)
-        # What saves memory takes about as long as what saves none, or longer.
-        of_roots: dict[object, float] = {}
-        for knobs in contender.space.families(most):
+        # What saves memory takes about as long as what saves none, or longer; and all that a point
+        # has is found from what saves none there, and from what is alike in other points.
+        bounds, found = dict[object, float](), set[object]()
+        for knobs in contender.space.families(saving_none(most)):
             with suppress(InfeasibleError):
                 plan = contender.size(what, knobs, 1)
                 least_s = least_compute_s(plan, pass_times(plan, what.cluster))
-                assert least_s >= of_roots.setdefault(of_root(knobs), least_s) * SAVES
+                bounds[of_root(knobs)] = min(bounds.get(of_root(knobs), least_s), least_s)
+            more = with_compute_of(most, knobs, saving=False)
+            found |= {k for k in contender.space.families(more) if of_root(k) == of_root(knobs)}
+        assert found == {*contender.space.families(most)}
+        for knobs in found:
+            with suppress(InfeasibleError):
+                plan = contender.size(what, knobs, 1)
+                least_s = least_compute_s(plan, pass_times(plan, what.cluster))
+                assert least_s >= bounds[of_root(knobs)] * SAVES
+        alike = {of_compute(knobs): knobs for knobs in found}
+        for other in group[:1]:
+            for compute, knobs in [*alike.items()][::9]:
+                own = contender.space.families(with_compute_of(other, knobs, saving=True))
+                assert {k for k in own if of_compute(k) == compute} == {
+                    k for k in contender.space.families(other) if of_compute(k) == compute
+                }
 
 
 def test_a_familys_least_memory_holds_for_large_units_under_a_fixed_cap() -> None:

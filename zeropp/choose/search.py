@@ -44,7 +44,15 @@ from zeropp.choose.bounds import (
     least_step_s,
 )
 from zeropp.choose.contender import Contender
-from zeropp.choose.space import SearchPoint, compute_knobs, neighbours, points, resized
+from zeropp.choose.space import (
+    SearchPoint,
+    compute_knobs,
+    neighbours,
+    points,
+    resized,
+    saving_none,
+    with_compute_of,
+)
 from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
@@ -61,7 +69,9 @@ def adds_later(plan: SizedPlan) -> bool:
     return plan.num_units > 1 and plan.reduce_every == "unit"
 
 
-_Alike = tuple[tuple[int, ...], object]  # a group of points, and the knobs of compute
+# Points that differ in data-parallel degrees alone: microbatch size, TP, PP, context.
+_Group = tuple[int, ...]
+_Alike = tuple[_Group, object]  # a group of points, and the knobs of compute
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -108,6 +118,21 @@ class Family(Generic[K]):
                 times=times,
                 members=chain((first,), members),
             )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Root(Family[K]):
+    """Families that differ only in how they save memory, with the least bound that they may have
+    by one that saves none, which is the candidate."""
+
+    point: SearchPoint[K]
+
+    def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
+        """The families; of those that are alike the one with the most shards, which holds least."""
+        alike = defaultdict[_Alike, list[Family[K]]](list)
+        for family in search.families_of(self):
+            alike[family.alike].append(family)
+        return [search.first_of(families) for families in alike.values()]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -320,11 +345,10 @@ class _Search(Generic[K]):
         self._of_compute = compute_knobs(contender.knobs)
         self._of_root = compute_knobs(contender.knobs, saving=False)
         self._bounds: dict[_Alike, float] = {}  # of compute
-        self._others: dict[_Alike, list[Family[K]]] = {}  # alike; one of them was in the queue
-        # Points that differ from another one of their group in data-parallel degrees alone; what
-        # was asked for there.
-        self._points: defaultdict[tuple[int, ...], list[tuple[K, SearchPoint[K]]]]
-        self._points = defaultdict(list)
+        # Of families alike, the knobs of one that was in the queue, and the others.
+        self._others: dict[_Alike, tuple[K, list[Family[K]]]] = {}
+        # The points of a group but those of the roots.
+        self._points: defaultdict[_Group, list[SearchPoint[K]]] = defaultdict(list)
         # Of families alike, those with too many activations.
         self._too_many_activations: set[_Alike] = set()
 
@@ -338,7 +362,7 @@ class _Search(Generic[K]):
         """Begin with what is ``known``, take the first entry of the queue until no bound is below
         the winner, then improve it."""
         self.begin(known)
-        rest = self._drain(self._families(self._asked, microbatch_size), tolerance, budget)
+        rest = self._drain(self._roots(self._asked, microbatch_size), tolerance, budget)
         if rest:
             self.outcome.is_complete = False
             told = (e for e in rest if isinstance(e, Member) and e.is_told)
@@ -389,30 +413,23 @@ class _Search(Generic[K]):
 
     def _drain_beside(self, asked: Iterable[tuple[K, int]], budget: _Budget) -> None:
         """Try all knobs and microbatch sizes that are faster than the winner."""
-        families = (self._families(knobs, size) for knobs, size in asked)
-        self._drain(chain.from_iterable(families), _CLIMBS, budget, climbs=True)
+        roots = (self._roots(knobs, size) for knobs, size in asked)
+        self._drain(chain.from_iterable(roots), _CLIMBS, budget, climbs=True)
 
     def _drain(
         self,
-        families: Iterable[Family[K]],
+        roots: Iterable[Family[K]],
         tolerance: float,
         budget: _Budget,
         *,
         climbs: bool = False,
     ) -> list[Family[K]]:
         """Open the first entry again and again; returns what is left when the time is over."""
-        outcome, others = self.outcome, self._others
+        outcome, queue = self.outcome, [*roots]
         known = outcome.winner
-        for family in families:
-            others.setdefault(family.alike, []).append(family)
-        # One of those that are alike, that with the most shards, which holds least.
-        queue: list[Family[K]] = []
-        for alike in others.values():
-            queue.append(max(alike, key=_shards))
-            alike.remove(queue[-1])
         heapq.heapify(queue)
         wants = self._wants_runner_up and not climbs
-        while queue or others:
+        while queue or self._others:
             to_beat = outcome.to_beat(wants) * (1.0 - tolerance)
             if not queue:
                 queue = [*chain.from_iterable(map(self.follow, self._may_win(to_beat)))]
@@ -421,7 +438,7 @@ class _Search(Generic[K]):
             entry = heapq.heappop(queue)
             if entry.bound_s >= to_beat:
                 outcome.rejected[SLOWER] += 1
-            elif entry.alike in self._too_many_activations and not isinstance(entry, Member):
+            elif entry.alike in self._too_many_activations and type(entry) in (Family, Priced):
                 outcome.rejected[OOM] += 1
             elif budget.is_over(found=outcome.winner is not None, climbs=climbs):
                 rest = [entry, *queue]
@@ -452,26 +469,38 @@ class _Search(Generic[K]):
         for alike in [*self._others]:
             is_slower = self._bounds[alike] >= to_beat
             if is_slower or alike in self._too_many_activations:
-                dropped = len(self._others.pop(alike))
-                self.outcome.rejected[SLOWER if is_slower else OOM] += dropped
+                _, families = self._others.pop(alike)
+                self.outcome.rejected[SLOWER if is_slower else OOM] += len(families)
             else:
                 may_win.append(alike)
         return may_win
 
+    def first_of(self, families: list[Family[K]]) -> Family[K]:
+        """Of families that are alike, the one with the most shards; the others wait."""
+        first = max(families, key=_shards)
+        _, waiting = self._others.setdefault(first.alike, (first.candidate.knobs, []))
+        waiting += (family for family in families if family is not first)
+        return first
+
     def follow(self, alike: _Alike) -> list[Family[K]]:
-        """The families that wait and are ``alike``, for which those of all points of their group
-        are made."""
-        group, _ = alike
-        for asked, point in self._points.pop(group, ()):
-            for family in self._families_at(point, asked, group):
-                self._others.setdefault(family.alike, []).append(family)
-        return self._others.pop(alike, [])
+        """The families that wait and are ``alike``, with those of all other points of their
+        group."""
+        if alike not in self._others:
+            return []
+        knobs, families = self._others.pop(alike)
+        (group, compute), made = alike, self.contender.space.families
+        for point in self._points[group]:
+            for other in made(with_compute_of(point, knobs, saving=True)):
+                if self._of_compute(other) == compute:
+                    families.append(self._family(other, point.asked, alike))
+        return families
 
     def _recomputed_first(self, queue: list[Family[K]]) -> list[Family[K]]:
         """The queue with those first that recompute the most blocks in full, of these those of the
         fewest sequences per microbatch: most of what fits is there, where little does."""
         sized = []
-        for entry in queue:
+        unrooted = (e.opened(self) if isinstance(e, Root) else (e,) for e in queue)
+        for entry in chain.from_iterable(unrooted):
             if plan := entry.plan or self.sized(entry.candidate):
                 blocks = sum(plan.recomputed_per_stage) * (plan.recompute == "full")
                 size = (blocks, -entry.candidate.microbatch_size)
@@ -481,10 +510,10 @@ class _Search(Generic[K]):
         heapq.heapify(queue)
         return queue
 
-    def _families(self, asked: K, microbatch_size: int | Auto) -> Iterator[Family[K]]:
-        """Every family within ``asked``, with its first bound, that has the most shards of its
-        group of points; ``follow`` makes the others."""
-        groups: defaultdict[tuple[int, ...], list[SearchPoint[K]]] = defaultdict(list)
+    def _roots(self, asked: K, microbatch_size: int | Auto) -> Iterator[Root[K]]:
+        """All families within ``asked`` that have the most shards of their group of points;
+        ``follow`` makes the others."""
+        groups: defaultdict[_Group, list[SearchPoint[K]]] = defaultdict(list)
         rejected = self.outcome.rejected
         for point, size in points(
             self.task, self.contender.space, asked, microbatch_size, rejected=rejected
@@ -493,34 +522,52 @@ class _Search(Generic[K]):
             groups[size, degrees.tp, degrees.pp, degrees.context].append(point)
         for group, found in groups.items():
             most = max(found, key=lambda point: point.degrees.shard)
-            self._points[group] += [(asked, point) for point in found if point is not most]
-            yield from self._families_at(most, asked, group)
+            self._points[group] += [point for point in found if point is not most]
+            yield from self._roots_at(most, group)
 
-    def _families_at(
-        self, point: SearchPoint[K], asked: K, group: tuple[int, ...]
-    ) -> Iterator[Family[K]]:
-        """The families of a point. Those that differ only in how they save memory have the bound of
-        the first, which saves the least, until they are opened."""
-        of_roots: dict[object, float] = {}
-        for knobs in self.contender.space.families(point):
-            candidate, plan = Candidate(knobs, group[0]), None
+    def _roots_at(self, point: SearchPoint[K], group: _Group) -> Iterator[Root[K]]:
+        """All families of a point, with the bound of those that save no memory, or of all where
+        what was asked for saves some."""
+        made, roots = self.contender.space.families, dict[object, tuple[float, K]]()
+        for knobs in [*made(saving_none(point))] or made(point):
             alike, root = (group, self._of_compute(knobs)), self._of_root(knobs)
-            if alike not in self._bounds:
-                if root not in of_roots:
-                    plan = self.sized(candidate)
-                    if plan is None:
-                        continue
-                    of_roots[root] = self.bound_compute(plan, alike) * SAVES
-                else:
-                    self._bounds[alike] = of_roots[root]
-            yield Family(
-                bound_s=self._bounds[alike],
+            if alike not in self._bounds and (plan := self.sized(Candidate(knobs, group[0]))):
+                self.bound_compute(plan, alike)
+            bound_s = self._bounds.get(alike, 0.0) * SAVES
+            if root not in roots or bound_s < roots[root][0]:
+                roots[root] = bound_s, knobs
+        for bound_s, knobs in roots.values():
+            yield Root(
+                bound_s=bound_s,
                 number=next(self.numbers),
-                asked=asked,
-                candidate=candidate,
-                alike=alike,
-                plan=plan,
+                asked=point.asked,
+                candidate=Candidate(knobs, group[0]),
+                alike=(group, self._of_compute(knobs)),
+                plan=None,
+                point=point,
             )
+
+    def families_of(self, root: Root[K]) -> Iterator[Family[K]]:
+        """The families of a root, which have its bound until they are opened."""
+        (group, _), knobs = root.alike, root.candidate.knobs
+        own = self._of_root(knobs)
+        for other in self.contender.space.families(
+            with_compute_of(root.point, knobs, saving=False)
+        ):
+            if self._of_root(other) == own:
+                alike = group, self._of_compute(other)
+                self._bounds.setdefault(alike, root.bound_s)
+                yield self._family(other, root.asked, alike)
+
+    def _family(self, knobs: K, asked: K, alike: _Alike) -> Family[K]:
+        return Family(
+            bound_s=self._bounds[alike],
+            number=next(self.numbers),
+            asked=asked,
+            candidate=Candidate(knobs, alike[0][0]),
+            alike=alike,
+            plan=None,
+        )
 
     def bound_compute(self, plan: SizedPlan, alike: _Alike) -> float:
         """The bound of the compute of families that are ``alike``; one of them has this plan."""

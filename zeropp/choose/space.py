@@ -305,10 +305,17 @@ _OF_DATA_PARALLELISM = {
 }
 
 
-# Knobs that save memory, for which a pass takes longer, or compute waits.
+# Knobs that save memory, for which a pass takes longer, or compute waits, with the value that saves
+# none; where that is "auto", the contender says what goes with the others.
 _SAVERS = {
-    *("recompute", "recompute_blocks", *_IN_FAMILIES),
-    *("offload_blocks", "offload_modules", "cpu_checkpointing"),
+    "recompute": "none",
+    "recompute_blocks": "auto",
+    "split_backward": "auto",
+    "gradient_parts": 1,
+    "prefetch": 1,
+    "offload_blocks": 0,
+    "offload_modules": "none",
+    "cpu_checkpointing": False,
 }
 
 
@@ -316,7 +323,23 @@ def compute_knobs(knobs: type[K], *, saving: bool = True) -> Callable[[K], objec
     """A function that gives the values of all other knobs, and whether gradients are reduced for
     every microbatch (ZeRO-2), which compute does depend on; without those that save memory if
     ``saving`` is false."""
-    left_out = _OF_DATA_PARALLELISM | (set() if saving else _SAVERS)
+    left_out = _OF_DATA_PARALLELISM | (set() if saving else {*_SAVERS})
     names = (field.name for field in fields(cast("Any", knobs)))
     others = attrgetter(*(name for name in names if name not in left_out))
     return lambda of: (others(of), getattr(of, "replicate_zero", 0) == 2)
+
+
+def saving_none(point: SearchPoint[K]) -> SearchPoint[K]:
+    """The point, where nothing is asked for that saves memory."""
+    asked = vars(point.asked)
+    none = {name: value for name, value in _SAVERS.items() if asked.get(name) == "auto"}
+    return replace(point, asked=replace(cast("Any", point.asked), **none))
+
+
+def with_compute_of(point: SearchPoint[K], knobs: K, *, saving: bool) -> SearchPoint[K]:
+    """The point, where these ``knobs`` are asked for, except how data-parallel ranks are used and,
+    unless ``saving``, what saves memory."""
+    asked = vars(point.asked)
+    names = _OF_DATA_PARALLELISM | (set() if saving else {*_SAVERS})
+    again = {name: asked[name] for name in names if name in asked}
+    return replace(point, asked=replace(cast("Any", knobs), **again))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 
@@ -81,18 +82,21 @@ def spread_blocks(
     left = layers - sum(blocks)
     if left < 0:
         raise ValueError(f"{len(stage_rank)} stages for {layers + 2} pieces")
-    stage_work = [float(count) for count in blocks]
-    stage_work[0] += embedding
-    stage_work[-1] += head
-    stages_of: list[list[int]] = [[] for _ in range(max(stage_rank) + 1)]
+    work = [float(count) for count in blocks]
+    work[0] += embedding
+    work[-1] += head
+    # Those with the least work first, of several the last one.
+    stages_of: list[list[tuple[float, int]]] = [[] for _ in range(max(stage_rank) + 1)]
     for stage, rank in enumerate(stage_rank):
-        stages_of[rank].append(stage)
-    rank_work = [sum(stage_work[stage] for stage in stages) for stages in stages_of]
-    for _ in range(left):  # the last of several that have the least
-        rank = min(reversed(range(len(rank_work))), key=rank_work.__getitem__)
-        stage = min(reversed(stages_of[rank]), key=stage_work.__getitem__)
-        rank_work[rank] += 1
-        stage_work[stage] += 1
-        blocks[stage] += 1
+        stages_of[rank].append((work[stage], -stage))
+    ranks = [(sum(w for w, _ in stages), -rank) for rank, stages in enumerate(stages_of)]
+    for heap in (ranks, *stages_of):
+        heapify(heap)
+    for _ in range(left):
+        of_rank, rank = ranks[0]
+        of_stage, stage = stages_of[-rank][0]
+        heapreplace(ranks, (of_rank + 1, rank))
+        heapreplace(stages_of[-rank], (of_stage + 1, stage))
+        blocks[-stage] += 1
     _, *begins, _ = accumulate(blocks, initial=1)  # piece 0 is the embedding
     return (0, *begins, layers + 2)
