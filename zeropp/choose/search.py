@@ -351,6 +351,7 @@ class _Search(Generic[K]):
         self._points: defaultdict[_Group, list[SearchPoint[K]]] = defaultdict(list)
         # Of families alike, those with too many activations.
         self._too_many_activations: set[_Alike] = set()
+        self._begun: dict[object, int | None] = {}  # activation caps; None: nothing fits
 
     def run(
         self,
@@ -613,9 +614,16 @@ class _Search(Generic[K]):
                 return
 
     def begun(self, entry: Member[K]) -> Iterable[Member[K]]:
-        """The entry with the largest activation cap with which the beginning of a step fits."""
-        plan = self.steps.begun(entry.plan, entry.price)
-        yield from self.with_cap(replace(entry, is_begun=True), plan)
+        """The entry with the largest activation cap with which the beginning of a step fits, which
+        is that of all that are alike and hold as much."""
+        plan, memory = entry.plan, entry.price.memory
+        same = (entry.alike, plan.schedule.unit, plan.reduce_every, plan.activation_cap, memory)
+        if same not in self._begun:
+            fits = self.steps.begun(plan, entry.price)
+            self._begun[same] = fits.activation_cap if fits else None
+        cap = self._begun[same]
+        capped = None if cap is None else replace(plan, activation_cap=cap)
+        yield from self.with_cap(replace(entry, is_begun=True), capped)
 
     def told(self, entry: Member[K]) -> Iterable[Member[K]]:
         """The entry with a cap that fits and, of a long step, the time that shorter ones tell."""
