@@ -39,6 +39,7 @@ from zeropp.choose.space import (
 from zeropp.choose.task import Candidate, Task
 from zeropp.price import PlanPrice, pass_times, price_plan, time_plan
 from zeropp.price.cluster import Cluster
+from zeropp.price.peak_memory import peak_memory
 from zeropp.price.simulator import simulate
 from zeropp.schedule.plan import Draft, SizedPlan
 from zeropp.types.layout import InfeasibleError
@@ -138,11 +139,13 @@ def members(
 def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
     """No order of the member takes less time or memory than its bounds."""
     plan, price = member.plan, member.price
-    least_s, least = least_step_s(plan, price), least_bytes(plan, price)
+    least_s = least_step_s(plan, price)
     for order in contender.plans(plan, price):
         result = simulate(order, what.cluster, price=price)
         assert least_s <= result.step_s * SLACK, member.candidate
-        assert least <= result.peak_bytes, member.candidate
+        peaks = peak_memory(order, price)
+        enough = replace(price, host_limit=max(peak.host for peak in peaks))
+        assert least_bytes(plan, enough) <= result.peak_bytes, member.candidate
     check_drafts(contender.orders(plan, price.stages, lambda _: False), what, member)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from zeropp.price import StepBytes, StepTimes
-from zeropp.price.peak_memory import always_held, needed_bytes
+from zeropp.price.peak_memory import TOO_MANY, always_held, needed_bytes
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import gathers, program_named
 from zeropp.price.simulator import slowed_cost
@@ -81,16 +81,36 @@ def first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:
 
 def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
     """The least peak of the fullest rank in bytes: in the forward that fills its memory, or when
-    the optimizer has all gradients."""
+    the optimizer has all gradients; more than any device has where the host's memory is too
+    small."""
     worst = 0
     for rank in range(plan.schedule.num_ranks):
         memory = [held.memory[s] for s in plan.schedule.stages_of(rank)]
+        if _least_stored(plan, [m.sent for m in memory]) > held.host_limit:
+            return TOO_MANY
         gradients = sum(m.gradients for m in memory)
         unreduced = [m.unsharded_gradients for m in memory]
         filled = max(_filling_bytes(plan, held, rank), _least_gradients(plan, unreduced))
         later = 0 if held.resident_gradients else gradients  # those for the optimizer
         worst = max(worst, always_held(plan, held, rank).total + max(filled, later))
     return worst
+
+
+def _least_stored(plan: SizedPlan, sent: Sequence[int]) -> int:
+    """The least bytes that wait in the host's memory when a rank's last chunk turns, by what each
+    of its stages sends of a microbatch: those of a unit, except what turns at once. Orders without
+    units have no bound."""
+    if plan.schedule.name not in ("zeropp", "accumulation"):
+        return 0
+    unit = min(plan.schedule.unit, plan.num_microbatches)
+    return unit * sum(sent[: _stored(plan, len(sent))])
+
+
+def _stored(plan: SizedPlan, chunks: int) -> int:
+    """The first chunks of a rank from which everything that is sent is stored. Of the last one,
+    nothing may be, and of a lone microbatch that of the chunk before turns as soon."""
+    lone = 1 in (plan.schedule.unit, plan.num_microbatches % plan.schedule.unit)
+    return max(0, chunks - 1 - lone)
 
 
 def least_of_family(first: SizedPlan, held: StepBytes) -> int:
@@ -458,11 +478,9 @@ class _Phase:
 def _phases(
     plan: SizedPlan, price: StepTimes, latency: Latency, stages: tuple[int, ...]
 ) -> tuple[_Phase, _Phase]:
-    """A unit's forwards and its backwards. Of the last chunk, nothing may be stored, and of a lone
-    microbatch that of the chunk before turns as soon."""
+    """A unit's forwards and its backwards."""
     costs, back = price.stages, stages[::-1]
-    lone = 1 in (plan.schedule.unit, plan.num_microbatches % plan.schedule.unit)
-    stored = stages[: -1 - lone]
+    stored = stages[: _stored(plan, len(stages))]
     forwards = _Phase(
         [costs[s].forward for s in stages],
         [latency.to[after] - latency.to[s] for s, after in pairwise(stages)],

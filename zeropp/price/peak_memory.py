@@ -297,7 +297,7 @@ def needed_bytes(plan: Plan, price: StepBytes, rank: int) -> int:
     """The peak of one pipeline rank in bytes; more than any device has where it needs more of its
     host's memory than it may."""
     peak = rank_peak(plan, price, rank)
-    return peak.total + (_TOO_MANY if peak.host > price.host_limit else 0)
+    return peak.total + (TOO_MANY if peak.host > price.host_limit else 0)
 
 
 def always_held(plan: SizedPlan, price: StepBytes, rank: int) -> MemoryBytes:
@@ -352,7 +352,7 @@ def _changes(plan: Plan, price: StepBytes, rank: int, state: RankMemory) -> Iter
 
 
 _Change = tuple[int, bool, int, int, int, int]
-_TOO_MANY = 2**60  # bytes
+TOO_MANY = 2**60  # bytes
 _EMPTY: _Change = (0, True, 0, 0, 0, 0)
 GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B, Op.LOAD})
 _BACKWARDS = NEEDS_PARAMETERS - {Op.FORWARD}
