@@ -171,25 +171,6 @@ def _strangers(quantity: str) -> str:
     return markdown_table([*heads, "interval", "median before"], lines)
 
 
-def _errors_by_source(kind: str) -> str:
-    """Errors of one kind against what others measured: one line per source, and all together."""
-    frame = _all_errors().query("kind == @kind")
-    frame = frame[~frame["source"].str.startswith("all ") | (frame["source"] == "all sources")]
-    lines = [
-        [
-            row["source"],
-            row["role"],
-            str(row["runs"]),
-            f"{row['median']:.1%}",
-            _p90(row),
-            f"{row['bias']:+.1%}",
-        ]
-        for row in frame.to_dict("records")
-    ]
-    heads = ["measured by", "role", "runs", "median error", "90th percentile", "bias"]
-    return markdown_table(heads, lines)
-
-
 def _errors(kind: str) -> str:
     """Errors of the simulator by source and by device."""
     lines = []
@@ -414,7 +395,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": _accuracy,
     "errors": _errors,
     "strangers": _strangers,
-    "errors_by_source": _errors_by_source,
     "fits": _fits,
     "priced": _priced,
     "whole_blocks": _whole_blocks,
