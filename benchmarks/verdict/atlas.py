@@ -132,9 +132,9 @@ def _first(of_program: pd.DataFrame) -> str:
         counts = [len(own), *((own > limit).sum() for limit in limits)]
         fits = f"{of_program[label].notna().sum()}"
         lines.append([str(label), *(f"{n / len(margin):.0%}" for n in counts), fits])
-    heads = ["fastest of all programs", f"in how many of {len(margin)} cells"]
+    heads = ["fastest of all programs", f"in how many of {len(margin)} cases"]
     heads += [f"by more than {limit - 1:.0%}" for limit in limits]
-    return markdown_table([*heads, "cells in which it fits"], lines)
+    return markdown_table([*heads, "cases in which it fits"], lines)
 
 
 def _ratio(cells: pd.DataFrame, name: str) -> str:
@@ -178,7 +178,7 @@ def _need(cells: pd.DataFrame) -> str:
         counts.append((ratio > reach).sum())
         shown = [*map(str, [len(of), *counts, of["cut"].sum()]), _ratio(of, "without")]
         lines.append([label, *shown])
-    heads = ["model", "cells", "nothing without TP fits"]
+    heads = ["model", "cases", "nothing without TP fits"]
     heads += [f"TP faster by more than {limit:.0%}" for limit in (_TOLERANCE, TIE, reach - 1)]
     heads += [f"slower by more than {reach - 1:.0%}", "search cut"]
     return markdown_table([*heads, "speed without over with"], lines)
@@ -201,5 +201,5 @@ def _moves(cells: pd.DataFrame) -> str:
             medians = [of[name].median() for name in names]
             shown = str(key) if isinstance(key, str) else f"{key:,g}"
             lines.append([words, shown, str(len(of)), *(f"{ratio:.2f}" for ratio in medians)])
-    heads = ["by", "", "cells", "speed without TP over with", "Megatron-Core without over with"]
+    heads = ["by", "", "cases", "speed without TP over with", "Megatron-Core without over with"]
     return markdown_table([*heads, "ZeroPP over Megatron-Core", "ZeroPP over FSDP2"], lines)

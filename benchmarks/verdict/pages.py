@@ -45,7 +45,7 @@ _HEADLINE = (
     *("deepspeed_3d", "deepspeed_best"),
     *("megatron_core", "torchtitan", "fsdp", "megatron_fsdp", BOUND),
 )
-NOTHING = "No cell has been priced in this setting."
+NOTHING = "No case has been simulated in this setting."
 
 
 def page_tables(plans: pd.DataFrame, repriced: pd.DataFrame) -> dict[str, str]:
@@ -64,7 +64,7 @@ def page_tables(plans: pd.DataFrame, repriced: pd.DataFrame) -> dict[str, str]:
         "cells": _cells(best),
         "behind": behind(best, plans),
         "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
-        "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "row"),
+        "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "program"),
         "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
         "equal": _given(equal),
@@ -117,7 +117,7 @@ def rows_table(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
         for name in ("megatron_core", "fsdp", "deepspeed_best", "deepspeed_3d")
     ]
     heads = ["ZeroPP's speed over", "1 sequence per GPU and step", "4 or more"]
-    return markdown_table([*heads, f"cells at {CLAIM} or above, of {len(best)}"], lines)
+    return markdown_table([*heads, f"cases at {CLAIM} or above, of {len(best)}"], lines)
 
 
 def _median(interval: Interval) -> str:
@@ -146,9 +146,9 @@ def _headline(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
     heads = [
         head
         for words in groups
-        for head in (f"{words}: median", "its error (90 %)", "single cells")
+        for head in (f"{words}: median", "its error (90 %)", "single cases")
     ]
-    heads += [f"cells at {CLAIM} or more (90 %)", f"cells whose low end is {CLAIM} or more"]
+    heads += [f"cases at {CLAIM} or more (90 %)", f"cases whose low end is {CLAIM} or more"]
     return markdown_table(["ZeroPP over", *heads], rows)
 
 
@@ -175,7 +175,7 @@ def _answer(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
         interval = f"{count.low:.0f} to {count.high:.0f}"
         cells = len(best[f"speedup_over_{name}"].dropna())
         lines.append([BASELINES[name], f"{fast} of {cells}", interval, str(comparable)])
-    heads = ["ZeroPP over", f"cells at {CLAIM} or more", "90 %"]
+    heads = ["ZeroPP over", f"cases at {CLAIM} or more", "90 %"]
     return markdown_table([*heads, f"of these with at most {COMPARABLE} times the memory"], lines)
 
 
@@ -190,8 +190,8 @@ def _given(cells: pd.DataFrame) -> str:
         fits = int((cells.zeropp_peak_gib <= COMPARABLE * cells[f"{name}_peak_gib"]).sum())
         compared = len(cells[f"speedup_over_{name}"].dropna())
         lines.append([BASELINES[name], f"{fast} of {compared}", str(comparable), str(fits)])
-    heads = ["ZeroPP over", f"cells at {CLAIM} or more"]
-    heads += [f"of these with at most {COMPARABLE} times the memory", "of all cells with that"]
+    heads = ["ZeroPP over", f"cases at {CLAIM} or more"]
+    heads += [f"of these with at most {COMPARABLE} times the memory", "of all cases with that"]
     return f"{spread}\n\n{markdown_table(heads, lines)}"
 
 

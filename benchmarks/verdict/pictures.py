@@ -69,7 +69,7 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.axvline(CLAIM, color="black", linewidth=0.8, linestyle=":")
     axis.set_xlabel("speed of ZeroPP over that of ... (dotted: the claim, 1.33)")
-    title = "ZeroPP at its best plan over every contender at its own: simulated, one dot per cell"
+    title = "ZeroPP at its best plan over every program at its own: simulated, one dot per case"
     axis.set_title(title, fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
     return Picture(name="speedups", caption=title, figure=figure)
