@@ -17,8 +17,8 @@ from docs.make import PAGES, filled
 
 def test_tables_are_where_numbers_are_quoted() -> None:
     with_tables = {page.name for page in PAGES if "<!-- table: " in page.read_text()}
-    pages = ["index", "explain", "gpu", "measured", "opponents", "replay", "schedules", "simulator"]
-    pages += ["atlas", "training", "verdict"]
+    pages = ["atlas", "explain", "gpu", "measured", "opponents", "replay", "scaling", "schedules"]
+    pages += ["simulator", "training", "verdict"]
     assert with_tables == {"README.md", *(f"{page}.md" for page in pages)}
 
 
@@ -37,7 +37,7 @@ def test_the_atlas_has_the_committed_rows() -> None:
 
 
 def test_a_changed_number_is_found() -> None:
-    page = Path("docs/index.md").read_text()
+    page = Path("docs/measured.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith("| GPT mini"))
     assert filled(page.replace(line, line.replace("GPT mini", "GPT mimi"))) == page
 
@@ -62,12 +62,13 @@ def test_every_committed_record_says_what_made_it() -> None:
 _RESULT = re.compile(r"\d[\d,]*(?:\.\d+)?\s?(?:%|×|times\b)|\b\d+ of (?:the )?\d+|\b\d+\.\d{2,}\b")
 # Those that are none: what the paper claims, limits that somebody chose, versions and papers.
 _STATED = {
-    "README.md": {"33 %", "2402.03791", "2.11", "2.12", "2.13", "3.11"},
-    "index.md": {"2402.03791", "3.11"},
-    "reproduce.md": set(),
+    "README.md": {"33 %", "2402.03791", "2.13", "3.11"},
+    "index.md": {"33 %", "2402.03791", "3.11"},
+    "atlas.md": {"2 %"},
+    "cluster.md": set(),
     "verdict.md": {
         *("33 %", "1.33", "1.33 times", "1.1 times", "2402.03791"),
-        *("1 %", "6 %", "90 %", "0.67", "8 ×"),
+        *("1 %", "6 %", "90 %", "8 ×"),
     },
 }
 
@@ -107,33 +108,35 @@ def test_links_lead_somewhere() -> None:
 
 # Pages whose sentences are held to a length, and their words, without tables and code.
 _SHORT = {
-    "../README.md": 700,
+    "../README.md": 640,
     "../CHANGELOG.md": 1_000,
-    "atlas.md": 690,
+    "atlas.md": 440,
+    "cluster.md": 480,
     "decisions.md": 50,
-    "explain.md": 1_160,
-    "extending.md": 850,
-    "from_megatron.md": 260,
-    "from_torchtitan.md": 380,
-    "gpu.md": 610,
-    "index.md": 470,
-    "measured.md": 580,
-    "metrics.md": 990,
-    "opponents.md": 330,
-    "published_rows.md": 430,
-    "questions.md": 770,
-    "replay.md": 680,
-    "report.md": 850,
-    "reproduce.md": 520,
-    "schedules.md": 680,
-    "simulator.md": 1_660,
-    "slurm.md": 940,
-    "training.md": 1_650,
-    "verdict.md": 1_090,
-    "verify.md": 690,
-    "zeropp.md": 1_140,
+    "explain.md": 860,
+    "extending.md": 770,
+    "from_megatron.md": 240,
+    "from_torchtitan.md": 330,
+    "gpu.md": 390,
+    "index.md": 90,
+    "measured.md": 480,
+    "metrics.md": 700,
+    "opponents.md": 270,
+    "published_rows.md": 330,
+    "questions.md": 650,
+    "replay.md": 600,
+    "report.md": 610,
+    "scaling.md": 260,
+    "schedules.md": 540,
+    "simulator.md": 1_520,
+    "slurm.md": 710,
+    "training.md": 1_480,
+    "verdict.md": 980,
+    "verify.md": 530,
+    "zeropp.md": 990,
 }
 _LONGEST_SENTENCE = 40
+_LONGEST_OF_README = 30
 _UNCLEAR = ("but for", "of which", "so many", "who take part", "nobody knows", "is told")
 
 
@@ -153,7 +156,7 @@ def words(sentence: str) -> int:
 
 def test_the_site_is_short() -> None:
     pages = [path.read_text() for path in Path("docs").glob("*.md")]
-    assert sum(words(one) for page in pages for one in sentences(page)) <= 16_300
+    assert sum(words(one) for page in pages for one in sentences(page)) <= 14_250
 
 
 @pytest.mark.parametrize(("name", "most"), _SHORT.items())
@@ -161,7 +164,8 @@ def test_pages_are_short_and_their_sentences_too(name: str, most: int) -> None:
     text = (Path("docs") / name).read_text()
     assert set(_SHORT) >= {path.name for path in Path("docs").glob("*.md")}
     found = [(words(one), one) for one in sentences(text)]
-    assert [one for length, one in found if length > _LONGEST_SENTENCE] == []
+    longest = _LONGEST_OF_README if name == "../README.md" else _LONGEST_SENTENCE
+    assert [one for length, one in found if length > longest] == []
     assert sum(length for length, _ in found) <= most
     own = " ".join(
         re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL).split()
