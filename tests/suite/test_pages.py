@@ -96,6 +96,12 @@ def test_a_written_result_is_found() -> None:
     assert results_in(text) == ["1.27 times", "12 of 31", "9.6 %"]
 
 
+def test_no_line_begins_with_a_number_of_records() -> None:
+    """Markdown would begin a paragraph there, in the middle of a sentence."""
+    begin = [page.name for page in PAGES if "\n<!-- value: " in page.read_text()]
+    assert begin == []
+
+
 def test_links_lead_somewhere() -> None:
     links = [
         page.parent / link
