@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from io import StringIO
 from itertools import pairwise
@@ -53,7 +53,7 @@ from zeropp.engine.settings import Settings
 from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.event_loop import run
-from zeropp.schedule.program import StageCost
+from zeropp.schedule.program import Schedule, StageCost
 from zeropp.types.timeline import Timeline
 from zeropp.types.training import OptimizerConfig
 
@@ -412,14 +412,7 @@ def step(name: str, words: str, *, chunks: int, gather: bool, unit: int | None =
     share = 2 / chunks  # in units of half a rank's forward, for every schedule the same work
     cost = StageCost(forward=share, backward_input=share, backward_weight=share, transfer=0.05)
     if gather:
-        cost = StageCost(
-            forward=share,
-            backward_input=share,
-            backward_weight=share,
-            unshard=0.6,
-            reduce_grad=0.6,
-            transfer=0.05,
-        )
+        cost = replace(cost, unshard=0.6, reduce_grad=0.6)
     costs = [cost] * (_RANKS * chunks)
     compute = build(
         name,
@@ -429,9 +422,40 @@ def step(name: str, words: str, *, chunks: int, gather: bool, unit: int | None =
         unit=unit,
         costs=costs,
     )
-    result = run(lower(compute, gather=gather), costs)
-    title = f"{words}: step {result.over_ideal:.2f} x ideal"
-    return Timeline(title, "simulated", result.spans())
+    return _timeline(words, lower(compute, gather=gather), costs)
+
+
+def saving(words: str, *, parts: int = 1, offload: bool = False) -> Timeline:
+    """One step of ZeroPP with full backwards, whose gradients are reduced in parts, or whose
+    activations wait in the host's memory; a chunk's forward takes 1."""
+    cost = StageCost(
+        forward=1.0,
+        backward_input=1.0,
+        backward_weight=1.0,
+        unshard=1.5,
+        reduce_grad=3.0,
+        parts=parts,
+        transfer=0.05,
+        store=0.8 * offload,
+        load=0.8 * offload,
+    )
+    costs = [cost] * 6
+    compute = build(
+        "zeropp",
+        num_ranks=2,
+        chunks=3,
+        num_microbatches=8,
+        unit=4,
+        split_backward=False,
+        costs=costs,
+    )
+    offloaded = range(len(costs)) if offload else ()
+    return _timeline(words, lower(compute, gather=True, offloaded=offloaded), costs)
+
+
+def _timeline(words: str, schedule: Schedule, costs: list[StageCost]) -> Timeline:
+    result = run(schedule, costs)
+    return Timeline(f"{words}: step {result.over_ideal:.2f} x ideal", "simulated", result.spans())
 
 
 def main() -> None:
@@ -451,6 +475,14 @@ def main() -> None:
         ],
         time_unit="half a rank's forward",
     )
+    less_memory = timeline_figure(
+        [
+            saving("whole gradients"),
+            saving("gradients in 4 parts", parts=4),
+            saving("offloaded activations", offload=True),
+        ],
+        time_unit="a chunk's forward",
+    )
     _IMAGES.mkdir(exist_ok=True)
     throughput = next(throughput_bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
     say_what_it_shows(throughput)
@@ -463,6 +495,7 @@ def main() -> None:
     print(write_page(rows, _DOCS / "atlas.html", pairs_of_case), end="")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
+    less_memory.savefig(_IMAGES / "less_memory.svg", metadata={"Date": None})
     _explained(["num_gpus=16", "cluster=h100"])
 
 
