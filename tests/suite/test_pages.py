@@ -139,7 +139,7 @@ _SHORT = {
     "training.md": 1_480,
     "verdict.md": 980,
     "verify.md": 530,
-    "zeropp.md": 1_030,
+    "zeropp.md": 1_050,
 }
 _LONGEST_SENTENCE = 40
 _LONGEST_OF_README = 30
