@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.records.simulated import TABLE
+from benchmarks.records.simulated import TABLE, shape_named
 from benchmarks.report.atlas_page import ratios_of, write_page
 from benchmarks.report.display import cluster_label, model_label
 from benchmarks.report.frame import latest_ok, load_frame
@@ -27,6 +27,7 @@ from benchmarks.verdict.cells import CELL, SETTINGS, as_users, study_spec
 from benchmarks.verdict.judge import TIE
 from benchmarks.verdict.measured_pairs import pairs_of_case
 from benchmarks.verdict.study import REFERENCE, simulate_cells, with_precision
+from zeropp.price.flops import parameter_count
 
 COMMITTED = REFERENCE / "atlas" / TABLE
 _CELL = [*CELL, "precision"]
@@ -160,8 +161,9 @@ def _brief(cells: pd.DataFrame) -> str:
 
 
 def _by_model(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The cells of every model, and of its products in 8 bits, with a label."""
-    for (model, precision), of in cells.groupby(["model", "precision"], sort=False):
+    """The cells of every model, and then of its products in 8 bits, with a label, by size."""
+    sizes = cells["model"].map(lambda name: parameter_count(shape_named(name)))
+    for (precision, _, model), of in cells.groupby(["precision", sizes, "model"]):
         yield model_label(str(model)) + " in 8 bits" * (precision == "fp8"), of
 
 
