@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
@@ -65,13 +66,14 @@ def save(picture: Picture, out: Path, *, pdf: bool = True) -> SavedPicture:
     The panels are arranged once for all; by default matplotlib would do it twice per file.
     """
     say_what_it_shows(picture)
+    picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
     if engine := picture.figure.get_layout_engine():
-        picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
-    paths = [out / f"{picture.name}.png"]
-    picture.figure.savefig(paths[0], pil_kwargs={"compress_level": 0})
-    few = Image.open(paths[0]).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
+    paths, canvas = [out / f"{picture.name}.png"], FigureCanvasAgg(picture.figure)
+    canvas.draw()
+    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    few = drawn.quantize(256, method=Image.Quantize.FASTOCTREE)
     few.save(paths[0])  # a quarter of the bytes, and sooner than all colours are compressed
     if pdf:
         paths.append(out / f"{picture.name}.pdf")
@@ -92,13 +94,13 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
         yield suffix, f"{', '.join(kind)} on {display.cluster_label(str(cluster))}", group
 
 
-def panel_title(panel: pd.DataFrame) -> str:
-    """Model, batch and sequence length of the rows of one panel, and their settings that differ
-    from those of others."""
+def panel_title(panel: pd.DataFrame, beside: pd.DataFrame) -> str:
+    """Model, batch and sequence length of the rows of one panel, and its settings that differ
+    between the rows of its figure (``beside``)."""
     row = panel.iloc[0]
     name = display.model_label(row["model"])
     text = f"{name}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"
-    return textwrap.fill(text + display.setting_words(row, display.varied(panel)), 52)
+    return textwrap.fill(text + display.setting_words(row, display.told_apart(beside)), 52)
 
 
 MAX_PANELS = 6  # nobody reads a figure with more
@@ -150,7 +152,8 @@ def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
 
 def _left_out(rows: pd.DataFrame) -> str:
     """Which panels are not drawn, as a sentence of a caption; empty if all are."""
-    panels, last = rows.groupby(PANEL).ngroups, panel_title(_drawn(rows)[-1]).replace("\n", " ")
+    panels, drawn = rows.groupby(PANEL).ngroups, _drawn(rows)
+    last = panel_title(drawn[-1], pd.concat(drawn)).replace("\n", " ")
     told = f" Drawn are the first {MAX_PANELS} of {panels} panels, up to {last}; the table has all."
     return told * (panels > MAX_PANELS)
 
@@ -169,10 +172,11 @@ def _panels(
 ) -> Figure:
     """One panel per model and batch, each with a scale of its own, which ``label`` names."""
     groups = _drawn(rows)
+    drawn = pd.concat(groups)
     figure, axes = style.panels(len(groups), columns, **inches)
     for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
         draw(axis, panel)
-        axis.set_title(panel_title(panel))
+        axis.set_title(panel_title(panel, drawn))
         if number % columns == 0:
             axis.set_ylabel(label)
     style.legend(figure, axes)
@@ -256,15 +260,16 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
             keys = [*_SERIES, key]
             counts = group.groupby(keys, dropna=False)["num_gpus"].transform("nunique")
             series = group[counts > 1].groupby(keys, sort=True, dropna=False)
+            panels = [panel for _, panel in islice(series, MAX_PANELS)]
+            if not panels:
+                continue
+            drawn = pd.concat(panels)
             kept = {
                 f"{display.model_label(panel['model'].iloc[0])}, {word.format(worker=worker)} "
                 f"{panel[key].iloc[0]:g}"
-                + display.setting_words(panel.iloc[0], display.varied(panel)): panel
-                for _, panel in islice(series, MAX_PANELS)
+                + display.setting_words(panel.iloc[0], display.told_apart(drawn)): panel
+                for panel in panels
             }
-            if not kept:
-                continue
-            drawn = pd.concat(kept.values())
             # One quantity below the other: PFLOP/s if known, and not on CPUs.
             has_flops = drawn["model_tflops_per_gpu"].notna().any() and not drawn["on_cpu"].all()
             lines = ["tokens/s", *["model PFLOP/s"] * bool(has_flops), "efficiency [%]"]
@@ -352,7 +357,7 @@ def loss_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
 
 def _loss_curves(groups: list[pd.DataFrame]) -> Figure:
     figure, flat = style.panels(2 * len(groups), columns=len(groups), width=4.8)
-    top, bottom = flat[: len(groups)], flat[len(groups) :]
+    top, bottom, drawn = flat[: len(groups)], flat[len(groups) :], pd.concat(groups)
     for upper, lower, panel in zip(top, bottom, groups, strict=True):
         extremes = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves would overlap
         panel = panel[panel["num_gpus"].isin(extremes)]
@@ -370,7 +375,7 @@ def _loss_curves(groups: list[pd.DataFrame]) -> Figure:
             if number:
                 lower.plot(steps[:shared], error, **(look | {"markevery": 1, "markersize": 3}))
                 far.append((float(shared), float(error[-1]), _name(row), colour))
-        upper.set_title(panel_title(panel))
+        upper.set_title(panel_title(panel, drawn))
         lower.set_title(f"distance from {_name(lines[0])}", loc="right", fontsize=8)
         lower.set_ylim(bottom=0)
         style.label_ends(lower, far)

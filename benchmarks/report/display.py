@@ -61,6 +61,11 @@ def varied(rows: pd.DataFrame) -> list[str]:
     return [str(name) for name in rows.columns if "." in str(name) or name == "seed"]
 
 
+def told_apart(rows: pd.DataFrame) -> list[str]:
+    """Those of ``varied`` in which these rows themselves differ."""
+    return [name for name in varied(rows) if rows[name].nunique(dropna=False) > 1]
+
+
 def setting_label(name: str) -> str:
     """The head of such a column: ``layers`` for ``model.layers``."""
     return re.sub(r"^(model|cluster|machine|environment)\.", "", name)

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +42,8 @@ from benchmarks.report.display import varied
 from benchmarks.specification.contenders import PRICED, name_of
 from zeropp.price import parameter_count
 from zeropp.types.timeline import timeline_from_rows
+
+pd.set_option("mode.string_storage", "python")  # rows are read one by one, for which Arrow is slow
 
 # Knobs that the text of a configuration shows in a form of their own, or under a shorter name.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
@@ -139,7 +141,7 @@ def source_of(record: RunRecord) -> dict[str, Any]:
         "python": first.get("python", ""),
         "versions": first.get("versions", {}),
         "variables": first.get("variables", {}),
-        "correctness gate": None if record.gate is None else asdict(record.gate),
+        "correctness gate": record.gate,
         "raw steps [s]": record.step_s,
         "plan": record.plan,
         "slurm": record.slurm,

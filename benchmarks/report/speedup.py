@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, chain
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -33,7 +34,7 @@ from benchmarks.specification import SpecError
 SPEEDUP = Column("speedup", "speed-up", form=display.ratio, interval=True, unsettled=True)
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
 MAX_LINES = 16  # lines of a map; the table has all
-_LABEL_LETTERS = 40  # of a line of a map before it is folded
+_LABEL_LETTERS, _TITLE_LETTERS = 40, 52  # of a line of a label and of a title of a panel
 _PAIR = ["speedup", "speedup_low", "speedup_high", "speedup_unsettled", "memory_ratio"]
 _PAIR += ["base_record", "base_status"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
@@ -176,7 +177,8 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     scale, which is the same for all contenders."""
     table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
     names = table["model"].map(display.model_label)
-    settings = [display.setting_words(r, display.varied(table)) for _, r in table.iterrows()]
+    apart = display.told_apart(table)
+    settings = [display.setting_words(r, apart) for r in table.to_dict("records")]
     whole = names + ", batch " + table["global_batch"].astype(str) + settings
     table = table.assign(line=[textwrap.fill(text, _LABEL_LETTERS) for text in whole])
     table = table.drop_duplicates(["line", "num_gpus"], keep="last")
@@ -302,7 +304,7 @@ def _cells(pairs: pd.DataFrame) -> str:
 
 # Ablations: where a contender ran in several configurations of one cell, every knob that differs
 # between them is a factor, and one of them is the base of the others' speed-ups.
-MAX_GROUPS = 6  # panels of a figure; the table has all
+MAX_BARS = 24  # of a figure, unless its first panel has more; the table has all
 _GROUP = [*CELL, "contender"]
 
 
@@ -315,11 +317,11 @@ def ablations(rows: pd.DataFrame, against: Mapping[str, str]) -> pd.DataFrame:
     the base is the configuration that differs least from the contender's defaults. Raises SpecError
     if no configuration has those knobs.
     """
-    several = rows[rows.duplicated(_GROUP, keep=False)]
-    groups = [group for _, group in several.groupby(_GROUP, sort=False)]
+    groups: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
+    for row in rows[rows.duplicated(_GROUP, keep=False)].to_dict("records"):
+        groups.setdefault(tuple(row[key] for key in _GROUP), []).append(row)
     lines: list[dict[Any, Any]] = []
-    for group in groups:
-        members: list[dict[Any, Any]] = group.to_dict("records")
+    for members in groups.values():
         base = _base(members, against)
         if base is None or not any(member["knobs"] for member in members):
             continue
@@ -338,8 +340,8 @@ def ablations(rows: pd.DataFrame, against: Mapping[str, str]) -> pd.DataFrame:
     if against and not lines:
         asked = " ".join(f"{k}={v}" for k, v in against.items())
         values: dict[str, dict[str, None]] = {}
-        for knobs in (knobs for group in groups for knobs in group["knobs"]):
-            for name, value in knobs.items():
+        for member in chain.from_iterable(groups.values()):
+            for name, value in member["knobs"].items():
                 values.setdefault(name, {})[str(value)] = None
         varied = [f"{name} {'|'.join(texts)}" for name, texts in values.items() if len(texts) > 1]
         there = f"there are {', '.join(varied)}" if varied else "nothing was varied"
@@ -397,36 +399,40 @@ def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
     per contender and cell."""
     clusters = ablations(rows, options.against).groupby(["evidence", "cluster"], sort=True)
     for (evidence, cluster), cluster_rows in clusters:
-        groups = [group for _, group in cluster_rows.groupby(_GROUP, sort=False)][:MAX_GROUPS]
-        more = cluster_rows.groupby(_GROUP).ngroups - len(groups)
+        groups = [group for _, group in cluster_rows.groupby(_GROUP, sort=False)]
+        bars = accumulate(len(group) + 1 for group in groups)  # and the room of a title
+        drawn = groups[: max(1, sum(count <= MAX_BARS for count in bars))]
+        more = len(groups) - len(drawn)
         yield Picture(
             name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),
             caption="Throughput and peak memory of every configuration over those of its base, "
             f"{evidence} on {display.cluster_label(str(cluster))}."
             + (f" The table has {more} more groups." if more else ""),
-            figure=_panels(groups),
-            shown=style.shown(cluster_rows),
+            figure=_panels(drawn),
+            shown=style.shown(pd.concat(drawn)),
         )
 
 
 def _panels(groups: list[pd.DataFrame]) -> Figure:
-    heights = [len(group) + 1.5 for group in groups]
-    memory = display.memory_unit(peak for group in groups for peak in group["peak_gib"])
-    mean = 0.3 * sum(heights) / len(heights) + 0.4
+    changes = [[textwrap.fill(change, _LABEL_LETTERS) for change in of["change"]] for of in groups]
+    lines = [max(change.count("\n") + 1 for change in of) for of in changes]
+    heights = [max(0.3, 0.15 * n) * len(of) + 0.45 for n, of in zip(lines, groups, strict=True)]
+    drawn = pd.concat(groups)
+    memory, apart = display.memory_unit(drawn["peak_gib"]), display.told_apart(drawn)
+    mean = sum(heights) / len(heights) + 0.4
     figure, axes = style.panels(2 * len(groups), 2, width=5.6, height=mean, heights=heights)
     for number, group in enumerate(groups):
         left, right = axes[2 * number : 2 * number + 2]
         _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=display.tokens)
         _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=memory.form)
         first = group.iloc[0]
-        left.set_title(
-            f"{display.contender_label(first['contender'])}, "
-            f"{display.model_label(first['model'])}, "
-            f"{first['num_gpus']} {display.worker_word(group)}s, batch {first['global_batch']}"
-            + display.setting_words(first, display.varied(group)),
-            loc="left",
-        )
-        right.set_yticklabels([])
+        title = f"{display.contender_label(first['contender'])}, "
+        title += f"{display.model_label(first['model'])}, {first['num_gpus']} "
+        title += f"{display.worker_word(group)}s, batch {first['global_batch']}"
+        title += display.setting_words(first, apart)
+        left.set_title(textwrap.fill(title, _TITLE_LETTERS), loc="left")
+        left.set_yticks(range(len(group)), changes[number], fontsize=8)
+        right.set_yticks(range(len(group)), [])
     axes[-2].set_xlabel("throughput over the base's (tokens/s each)")
     axes[-1].set_xlabel(f"peak memory over the base's ({memory.name})")
     return figure
@@ -454,7 +460,6 @@ def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: disp
             fontsize=8,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0},  # over the line of 1
         )
-    axis.set_yticks(list(places), list(group["change"]), fontsize=8)
     axis.invert_yaxis()
     axis.axvline(1.0, color="#333333", linewidth=0.8)
     axis.margins(x=0.35)
