@@ -121,13 +121,14 @@ def throughput_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
     for suffix, evidence, group in by_evidence(best_or_failed(rows)):
         if group["tokens_per_s_per_gpu"].notna().any():
             worker = display.worker_word(group)
+            panels, left_out = _drawn(group)
             yield Picture(
                 name=f"throughput_{suffix}",
                 caption=f"Tokens per second and {worker}, {evidence}"
                 + f": medians; {ranges(group)}" * evidence.startswith("measured")
-                + f".{_left_out(group)}",
-                figure=_panels(group, _THROUGHPUT, f"tokens/s/{worker}"),
-                shown=style.shown(pd.concat(_drawn(group))) + _left_out(group),
+                + f".{left_out}",
+                figure=_panels(panels, _THROUGHPUT, f"tokens/s/{worker}"),
+                shown=style.shown(pd.concat(panels)) + left_out,
             )
 
 
@@ -138,40 +139,37 @@ def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
         worker = display.worker_word(group)
         for kind, known in group[group["peak_gib"].notna()].groupby("memory_kind"):
             unit = display.memory_unit(known["peak_gib"])
-            peaks = known.assign(peak=unit.scale * known["peak_gib"])
+            panels, left_out = _drawn(known.assign(peak=unit.scale * known["peak_gib"]))
             draw = partial(_bars, column="peak", form=unit.digits)
             label = _PEAKS[str(kind)].format(worker=worker, unit=unit.name)
             yield Picture(
                 name=f"memory_{suffix}_{kind}",
-                caption=f"Peak memory of the fullest {worker} ({kind}), {evidence}."
-                + _left_out(known),
-                figure=_panels(peaks, draw, label),
-                shown=style.shown(pd.concat(_drawn(known))) + _left_out(known),
+                caption=f"Peak memory of the fullest {worker} ({kind}), {evidence}.{left_out}",
+                figure=_panels(panels, draw, label),
+                shown=style.shown(pd.concat(panels)) + left_out,
             )
 
 
-def _left_out(rows: pd.DataFrame) -> str:
-    """Which panels are not drawn, as a sentence of a caption; empty if all are."""
-    panels, drawn = rows.groupby(PANEL).ngroups, _drawn(rows)
-    last = panel_title(drawn[-1], pd.concat(drawn)).replace("\n", " ")
-    told = f" Drawn are the first {MAX_PANELS} of {panels} panels, up to {last}; the table has all."
-    return told * (panels > MAX_PANELS)
-
-
-def _drawn(rows: pd.DataFrame) -> list[pd.DataFrame]:
-    """The rows of every panel that is drawn."""
-    return [panel for _, panel in islice(rows.groupby(PANEL, sort=False), MAX_PANELS)]
+def _drawn(rows: pd.DataFrame) -> tuple[list[pd.DataFrame], str]:
+    """The rows of every panel that is drawn, and which panels are not, as a sentence of a caption;
+    empty if all are."""
+    groups = rows.groupby(PANEL, sort=False)
+    panels = [panel for _, panel in islice(groups, MAX_PANELS)]
+    if groups.ngroups <= MAX_PANELS:
+        return panels, ""
+    last = panel_title(panels[-1], pd.concat(panels)).replace("\n", " ")
+    told = f" Drawn are the first {MAX_PANELS} of {groups.ngroups} panels, up to {last}"
+    return panels, f"{told}; the table has all."
 
 
 def _panels(
-    rows: pd.DataFrame,
+    groups: list[pd.DataFrame],
     draw: Callable[[Axes, pd.DataFrame], None],
     label: str,
     columns: int = style.COLUMNS,
     **inches: Any,
 ) -> Figure:
     """One panel per model and batch, each with a scale of its own, which ``label`` names."""
-    groups = _drawn(rows)
     drawn = pd.concat(groups)
     figure, axes = style.panels(len(groups), columns, **inches)
     for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
@@ -490,21 +488,23 @@ def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
     best = best.assign(highest_gib=np.fmax(best["planned_gib"], measured))
     for suffix, evidence, group in by_evidence(best):
         kind = "Traced" if group["evidence"].iloc[0] == "traced" else "Predicted"
-        unit = display.memory_unit(pd.concat(_drawn(group))["highest_gib"])
+        panels, left_out = _drawn(group)
+        drawn = pd.concat(panels)
+        unit = display.memory_unit(drawn["highest_gib"])
         label = f"tensors of the fullest {display.worker_word(group)} [{unit.name}]"
         kinds = " or ".join(sorted(set(group["memory_kind"]) - {"predicted", ""}))
         diamond = f" The diamond is the measured peak ({kinds})." * bool(kinds)
         if "resident" in kinds:
             diamond += " Resident memory is pages of the whole process, so more than its tensors."
-        limit = "; the dashed line is what the device has" * any(map(_shows_limit, _drawn(group)))
+        limit = "; the dashed line is what the device has" * any(map(_shows_limit, panels))
         yield Picture(
             name=f"memory_by_kind_{suffix}",
             caption=f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
-            f"configurations {evidence}{limit}.{diamond}{_left_out(group)}",
+            f"configurations {evidence}{limit}.{diamond}{left_out}",
             figure=_panels(
-                group, partial(_stacks, unit=unit), label, columns=2, width=6.0, height=3.8
+                panels, partial(_stacks, unit=unit), label, columns=2, width=6.0, height=3.8
             ),
-            shown=style.shown(pd.concat(_drawn(group))) + _left_out(group),
+            shown=style.shown(drawn) + left_out,
         )
 
 

@@ -41,6 +41,7 @@ from benchmarks.report import display
 from benchmarks.report.display import varied
 from benchmarks.specification.contenders import PRICED, name_of
 from zeropp.price import parameter_count
+from zeropp.schedule.program import collector_paused
 from zeropp.types.timeline import timeline_from_rows
 
 pd.set_option("mode.string_storage", "python")  # rows are read one by one, for which Arrow is slow
@@ -280,6 +281,7 @@ CONFIGURATION = [*CELL, "contender", "layout", "configuration"]
 _ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
+@collector_paused()
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """(all records below the roots, the oldest first; one line per file that was skipped).
 

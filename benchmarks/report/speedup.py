@@ -33,7 +33,7 @@ from benchmarks.specification import SpecError
 
 SPEEDUP = Column("speedup", "speed-up", form=display.ratio, interval=True, unsettled=True)
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
-MAX_LINES = 16  # lines of a map; the table has all
+MAX_LINES = 16  # of a map, or bars of a figure with several panels; the table has all
 _LABEL_LETTERS, _TITLE_LETTERS = 40, 52  # of a line of a label and of a title of a panel
 _PAIR = ["speedup", "speedup_low", "speedup_high", "speedup_unsettled", "memory_ratio"]
 _PAIR += ["base_record", "base_status"]
@@ -304,7 +304,6 @@ def _cells(pairs: pd.DataFrame) -> str:
 
 # Ablations: where a contender ran in several configurations of one cell, every knob that differs
 # between them is a factor, and one of them is the base of the others' speed-ups.
-MAX_BARS = 24  # of a figure, unless its first panel has more; the table has all
 _GROUP = [*CELL, "contender"]
 
 
@@ -401,7 +400,7 @@ def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
     for (evidence, cluster), cluster_rows in clusters:
         groups = [group for _, group in cluster_rows.groupby(_GROUP, sort=False)]
         bars = accumulate(len(group) + 1 for group in groups)  # and the room of a title
-        drawn = groups[: max(1, sum(count <= MAX_BARS for count in bars))]
+        drawn = groups[: max(1, sum(count <= MAX_LINES for count in bars))]
         more = len(groups) - len(drawn)
         yield Picture(
             name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),

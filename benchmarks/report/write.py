@@ -70,6 +70,7 @@ def write_report(
     rows, skipped = _rows(roots, options, console)
     if rows.empty:
         return ReportPaths([], skipped)
+    gc.freeze()  # the rows are no garbage: a look at them would take a tenth of the time
     tables = {name: make_table(name, rows, options) for name in TABLES}
     grids = {name: grids_of(table) for name, table in tables.items()}
     print_table(headline_table(rows, options), console)
@@ -147,7 +148,6 @@ def draw(rows: pd.DataFrame, options: Options, out: Path) -> dict[str, list[Save
     figures = [(name, path) for name, section in SECTIONS.items() for path in section.figures]
     pictures: dict[str, list[SavedPicture]] = defaultdict(list)
     count = min(os.cpu_count() or 1, len(figures))
-    gc.freeze()  # the rows are no garbage: a look at them would take a tenth of the time
     with workers(count, "fork") as pool:  # matplotlib is imported already
         jobs = [pool.submit(_drawn, path, light, options, out) for _, path in figures]
         for _ in track(as_completed(jobs), len(jobs), "kinds of figures"):
