@@ -26,10 +26,10 @@ import pandas as pd
 import yaml
 from rich.console import Console
 
-from benchmarks.explain.answer import answer, better
+from benchmarks.explain.answer import answer, best_plans, changes_of
 from benchmarks.explain.measured import measured_run, show_measured
 from benchmarks.explain.question import Question, ask
-from benchmarks.explain.screen import show, show_better
+from benchmarks.explain.screen import show, show_best, show_changes
 from benchmarks.records.simulated import TABLE
 from benchmarks.report.atlas_page import write_page
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
@@ -507,7 +507,8 @@ def _explained(words: list[str]) -> None:
     question, title = ask(*asked), f"zeropp explain {file.name} {' '.join(words)}"
     with _terminal("explain", title) as console:
         show(answered := answer(question), console, verbose=False)
-        show_better(answered, better(answered), console)
+        show_changes(answered, changes_of(answered), console)
+        show_best(answered, best_plans(answered.question), console)
     with _terminal("measured", f"{title} --measured {_TIMES[0]} ...") as console:
         show_measured([measured_run(text, *asked) for text in _TIMES], console)
 

@@ -61,9 +61,15 @@ def main() -> int:
         raise SpecError(f"--tokens {given.tokens:g}: must be finite and above 0")
     from rich.console import Console
 
-    from benchmarks.explain.answer import answer, better
+    from benchmarks.explain.answer import answer, best_plans, changes_of
     from benchmarks.explain.question import ask
-    from benchmarks.explain.screen import show, show_better, show_training, written_as
+    from benchmarks.explain.screen import (
+        show,
+        show_best,
+        show_changes,
+        show_training,
+        written_as,
+    )
 
     files = [word for word in given.words if "=" not in word]
     asked = files, [word for word in given.words if "=" in word], words[split + 1 :]
@@ -80,7 +86,8 @@ def main() -> int:
     if given.dialect:  # that of the plan itself, so there is nothing to search
         print(written_as(given.dialect, answered.asked.plan, answered.asked.candidate))
     else:
-        show_better(answered, better(answered), console)
+        show_changes(answered, changes_of(answered), console)
+        show_best(answered, best_plans(question), console)
     return 0 if answered.fits else 1
 
 

@@ -58,23 +58,12 @@ class Answer:
         return self.asked.result.fits(self.question.task.cluster.device.usable_bytes)
 
 
-@dataclass(frozen=True)
-class Better:
-    """What would be better on the same GPUs."""
-
-    # The best change of each knob (of a degree with the data parallelism that follows from it).
-    changes: dict[str, Evaluated[Any]]
-    best: list[Best]  # of all programs, as ``zeropp tune`` finds them
-
-
-def answer(question: Question, search_s: float | None = None) -> Answer:
+def answer(question: Question, search_s: float = SEARCH_S) -> Answer:
     """Price a question's plan; raises SpecError in one line where none exists. ``search_s``:
     seconds of CPU time after which a search of what is left open takes the best plan so far."""
     with progress_line() as bar:
-        bar.add_task(
-            f"the plan itself (at most {search_s or SEARCH_S:.0f} s of CPU time)", total=None
-        )
-        candidate = settled(question, search_s or SEARCH_S)
+        bar.add_task(f"the plan itself (at most {search_s:.0f} s of CPU time)", total=None)
+        candidate = settled(question, search_s)
         try:
             plan = Evaluated(candidate, question.contender.simulated(question.task, candidate))
             cluster = question.task.cluster
@@ -88,18 +77,13 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     return Answer(question, plan, plan.step_s - at_once.step_s, network_s)
 
 
-def better(answered: Answer, search_s: float | None = None) -> Better:
-    """Search what would be better: the changes for ``search_s`` as in ``answer``, and the best
-    plans as ``zeropp tune`` does, for four times as long."""
-    question, search_s = answered.question, search_s or SEARCH_S
-    with progress_line() as bar:
-        tell = partial(bar.update, bar.add_task("changes", total=None))
-        changes = _changes(question, answered.asked, search_s, tell)
+def best_plans(question: Question, search_s: float = SEARCH_S) -> list[Best]:
+    """The best plans of all programs on the same GPUs, as ``zeropp tune`` finds them, in four
+    times ``search_s`` seconds of wall time."""
     margin = question.memory_margin
-    best = search_rows(
+    return search_rows(
         question.task, ATLAS, 4 * search_s, memory_margin=margin, tolerance=_TOLERANCE
     )
-    return Better(changes, best)
 
 
 def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
@@ -127,20 +111,26 @@ def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
     )
 
 
+def changes_of(answered: Answer, search_s: float = SEARCH_S) -> dict[str, Evaluated[Any]]:
+    """The best change of each knob (of a degree with the data parallelism that follows from it)
+    that fits and is faster, the fastest first. If the plan itself does not fit, every plan that
+    does is an improvement. ``search_s`` is as in ``answer``; a knob has a fifth of it."""
+    with progress_line() as bar:
+        tell = partial(bar.update, bar.add_task("changes", total=None))
+        return _changes(answered.question, answered.asked, search_s / 5, tell)
+
+
 def _changes(
     question: Question, now: Evaluated[Any], search_s: float, tell: Callable[..., None]
 ) -> dict[str, Evaluated[Any]]:
-    """The best change of each knob that fits and is faster, the fastest first. If the plan itself
-    does not fit, every plan that does is an improvement."""
     limit = question.task.cluster.device.usable_bytes
     slowest = now.step_s if now.peak_bytes <= limit else float("inf")
     changes: dict[str, Evaluated[Any]] = {}
     plans = set()  # several knobs may lead to the same plan
     for knob, asked, size in _opened(now.candidate):
         tell(description=f"changes of {knob}")
-        winner = _search(
-            question.task, question.contender, asked, size, budget_s=search_s / 5
-        ).winner
+        found = _search(question.task, question.contender, asked, size, budget_s=search_s)
+        winner = found.winner
         if winner is None or winner.step_s >= 0.999 * slowest:
             continue
         pair = (winner.candidate, now.candidate)

@@ -5,9 +5,8 @@ The table of plans and the words about lost time are also those of ``zeropp tune
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,10 +16,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
-from benchmarks.explain.answer import Answer, Better, mfu
+from benchmarks.explain.answer import Answer, mfu
 from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
 from benchmarks.report.network import network_words
+from benchmarks.report.searches import Best
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, program_label
 from zeropp.choose.contender import describe, overrides
@@ -233,33 +233,38 @@ def table_of_plans(title: str, heads: Sequence[str], lines: Iterable[PlanLine]) 
     return table
 
 
-def show_better(answer: Answer, better: Better, console: Console) -> None:
-    """Print the best changes of one knob, and the best plans on the same GPUs."""
+_COMPARED = ("plan", "step s", "times as fast", "peak GiB")
 
-    def gain(plan: Evaluated[Any], *, one_program: bool) -> str:
-        if not answer.fits:
-            return "-"
-        return ratio_errors.ratio_text(answer.asked.step_s / plan.step_s, one_program=one_program)
 
-    heads = ("plan", "step s", "times as fast", "peak GiB")
-    if better.changes:
-        best = islice(better.changes.items(), 3)
-        changes = [PlanLine(knob, plan, gain(plan, one_program=True)) for knob, plan in best]
+def _gain(answer: Answer, plan: Evaluated[Any] | None, *, one_program: bool = True) -> str:
+    if plan is None or not answer.fits:
+        return "-"
+    return ratio_errors.ratio_text(answer.asked.step_s / plan.step_s, one_program=one_program)
+
+
+def show_changes(answer: Answer, changes: Mapping[str, Evaluated[Any]], console: Console) -> None:
+    """Print the three best changes of one knob (``answer.changes_of``)."""
+    lines = [PlanLine(knob, plan, _gain(answer, plan)) for knob, plan in changes.items()][:3]
+    if lines:
         title = "Changes of one knob that gain most"
-        console.print(table_of_plans(title, ("knob", *heads), changes))
+        console.print(table_of_plans(title, ("knob", *_COMPARED), lines))
     else:
         console.print("No change of a single knob is faster and fits.")
+
+
+def show_best(answer: Answer, best: Sequence[Best], console: Console) -> None:
+    """Print the best plans of all programs on the same GPUs, and what they answer."""
     name, plans = program_label(answer.question.contender.name), []
-    for of in better.best:
-        one, winner = program_label(of.name) == name, of.winner
-        label = of.label + ("" if of.is_complete else " (search cut short)")
-        plans.append(PlanLine(label, winner, gain(winner, one_program=one) if winner else "-"))
-    console.print(table_of_plans("Best plans on the same GPUs", ("program", *heads), plans))
+    for of in best:
+        gain = _gain(answer, of.winner, one_program=program_label(of.name) == name)
+        label = of.label + ("" if of.is_complete else f" (search cut, gap {of.gap:.1%})")
+        plans.append(PlanLine(label, of.winner, gain))
+    console.print(table_of_plans("Best plans on the same GPUs", ("program", *_COMPARED), plans))
     if answer.fits:
         console.print(ratio_errors.NOTE, style="dim")
-    found = {best.name for best in better.best}
+    found = {of.name for of in best}
     missing = [row.label for row_name, row in ATLAS.items() if row_name not in found]
-    for line in need_lines(answer.question.task, better.best, missing):
+    for line in need_lines(answer.question.task, best, missing):
         console.print(line)
     console.print(_WORDS, style="dim")
 

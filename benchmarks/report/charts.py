@@ -71,8 +71,9 @@ def save(picture: Picture, out: Path, *, pdf: bool = True) -> SavedPicture:
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
     paths, canvas = [out / f"{picture.name}.png"], FigureCanvasAgg(picture.figure)
-    canvas.draw()
-    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    drawn = Image.fromarray(pixels).convert("RGB")
     few = drawn.quantize(256, method=Image.Quantize.FASTOCTREE)
     few.save(paths[0])  # a quarter of the bytes, and sooner than all colours are compressed
     if pdf:

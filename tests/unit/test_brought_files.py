@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.explain.answer import Answer, answer, better, settled
+from benchmarks.explain.answer import Answer, answer, changes_of, settled
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import (
     lost,
@@ -260,7 +260,7 @@ def priced(place: Path, files: dict[str, str], *words: str) -> Answer:
 def test_compile_stands_in_every_plan_and_is_tried_as_a_change(tmp_path: Path) -> None:
     """ "No change of a single knob is faster" was false: the best plan had the same letters."""
     found = priced(tmp_path, CONFIG, *EAGER)
-    changes = better(found, 0.2).changes
+    changes = changes_of(found, 0.2)
     assert "compiled" not in describe(found.asked.plan)
     assert "compiled" in describe(changes["compile"].plan)
     assert changes["compile"].step_s < found.asked.step_s
@@ -284,7 +284,7 @@ def test_a_host_that_limits_a_step_is_priced_and_said(
     compiled, eager = found["true"].asked, found["false"].asked
     assert 4 < eager.step_s / compiled.step_s < 8
     assert "compiled" not in describe(eager.plan)
-    changed = better(found["false"], 0.2).changes["compile"]
+    changed = changes_of(found["false"], 0.2)["compile"]
     assert describe(changed.plan) == describe(compiled.plan)
     assert changed.step_s == pytest.approx(compiled.step_s, rel=0.05)  # which slices its loss
 
@@ -346,7 +346,7 @@ def test_two_plans_have_two_texts(name: str) -> None:
 def test_a_change_is_named_by_the_knob_that_changes(tmp_path: Path) -> None:
     """More stages per rank at the same pp were called a change of pp."""
     found = priced(tmp_path, {"job.sh": SLURM}, "num_gpus=16")
-    for knob, changed in better(found, 0.2).changes.items():
+    for knob, changed in changes_of(found, 0.2).items():
         old, new = found.asked.candidate, changed.candidate
         assert knob == "microbatch_size" or getattr(old.knobs, knob) != getattr(new.knobs, knob)
 

@@ -16,7 +16,7 @@ from benchmarks import CHECKOUT
 from benchmarks.explain import answer as answers
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.__main__ import main
-from benchmarks.explain.answer import answer, better
+from benchmarks.explain.answer import answer, best_plans, changes_of
 from benchmarks.explain.arguments import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import written_as
@@ -254,9 +254,9 @@ def test_an_answer_is_written_back_as_the_same_plan(
     found = answer(ask([str(path)], ["cluster=h100"], []), search_s=0.5)
     assert found.fits
     assert found.asked.plan.layout.tp == found.asked.plan.layout.pp == 2
-    faster = better(found, search_s=0.5)
-    assert all(change.step_s < found.asked.step_s for change in faster.changes.values())
-    assert [one.name for one in faster.best] == [*ATLAS]
+    faster = changes_of(found, search_s=0.5).values()
+    assert all(change.step_s < found.asked.step_s for change in faster)
+    assert [one.name for one in best_plans(found.question, search_s=0.5)] == [*ATLAS]
     again = asked_again(dialect, written_as(dialect, found.asked.plan, found.asked.candidate), path)
     second = again.contender.simulated(again.task, found.asked.candidate)
     assert second.step_s == pytest.approx(found.asked.step_s, rel=1e-9)

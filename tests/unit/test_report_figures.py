@@ -27,7 +27,7 @@ from benchmarks.report.charts import memory_breakdown, save, scaling_curves, thr
 from benchmarks.report.compare import compare, why_worse, write_comparison
 from benchmarks.report.display import Unit, flops_unit, memory_unit, model_label
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.speedup import speedup_maps
+from benchmarks.report.speedup import ablation_figure, speedup_maps
 from benchmarks.report.table import Column, latex, table, write_table
 from benchmarks.report.tables import paper_grids, paper_table
 from benchmarks.report.timelines import step_timelines, write_traces
@@ -131,6 +131,39 @@ def test_a_map_has_room_for_what_was_swept(tmp_path: Path) -> None:
         (axis, *_), figure = picture.figure.axes, picture.figure
         assert min(label.get_window_extent().x0 for label in axis.get_yticklabels()) >= 0
         assert axis.get_window_extent().width > figure.bbox.width / 5
+
+
+def test_a_panel_is_named_by_what_differs_in_its_figure(tmp_path: Path) -> None:
+    """Settings of other figures filled its titles; labels and titles were cut off."""
+    other = {
+        "pp": 2,
+        "shard": 2,
+        "chunks": 2,
+        "unit": 1,
+        "activation_cap": 7,
+        "placement": "pp_inner",
+    }
+    knobs = [{}, other | {"reduce_every": "step", "recompute": "full", "split_backward": False}]
+    records = [
+        make_record(contender_knobs=of, spans=False, optimizer={"kind": "sgd", "lr": lr})
+        for lr in (0.25, 0.5)
+        for of in knobs
+    ]
+    records.append(
+        make_record(provenance="simulated", spans=False, data={"kind": "synthetic", "seed": 99})
+    )
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    assert rows["data.seed"].nunique(dropna=False) > 1
+    for figure_of in (ablation_figure, throughput_bars):
+        picture = next(p for p in figure_of(rows) if "measured" in p.name)
+        save(picture, tmp_path)
+        (left, *others), figure = picture.figure.axes, picture.figure
+        titles = [axis.get_title() + axis.get_title(loc="left") for axis in (left, *others)]
+        named = [" ".join(title.split()).split(", ")[-1] for title in titles if title]
+        assert named == ["optimizer.lr 0.25", "optimizer.lr 0.5"]
+        assert "data.seed" in picture.shown
+        assert min(label.get_window_extent().x0 for label in left.get_yticklabels()) >= 0
+        assert left.get_window_extent().width > figure.bbox.width / 5
 
 
 def test_figures_have_units_and_a_zero_baseline(tmp_path: Path) -> None:
