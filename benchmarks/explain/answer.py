@@ -5,7 +5,7 @@ Every search here is the tuner's, under the same memory limit and global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -115,30 +115,25 @@ def changes_of(answered: Answer, search_s: float = SEARCH_S) -> dict[str, Evalua
     """The best change of each knob (of a degree with the data parallelism that follows from it)
     that fits and is faster, the fastest first. If the plan itself does not fit, every plan that
     does is an improvement. ``search_s`` is as in ``answer``; a knob has a fifth of it."""
-    with progress_line() as bar:
-        tell = partial(bar.update, bar.add_task("changes", total=None))
-        return _changes(answered.question, answered.asked, search_s / 5, tell)
-
-
-def _changes(
-    question: Question, now: Evaluated[Any], search_s: float, tell: Callable[..., None]
-) -> dict[str, Evaluated[Any]]:
+    question, now = answered.question, answered.asked
     limit = question.task.cluster.device.usable_bytes
     slowest = now.step_s if now.peak_bytes <= limit else float("inf")
     changes: dict[str, Evaluated[Any]] = {}
     plans = set()  # several knobs may lead to the same plan
-    for knob, asked, size in _opened(now.candidate):
-        tell(description=f"changes of {knob}")
-        found = _search(question.task, question.contender, asked, size, budget_s=search_s)
-        winner = found.winner
-        if winner is None or winner.step_s >= 0.999 * slowest:
-            continue
-        pair = (winner.candidate, now.candidate)
-        if len({getattr(of.knobs, knob, of.microbatch_size) for of in pair}) == 1:
-            continue  # another knob that follows from this one has changed, which is tried alone
-        if (words := describe(winner.plan)) not in plans:
-            plans.add(words)
-            changes[knob] = winner
+    best = partial(_search, question.task, question.contender, budget_s=search_s / 5)
+    with progress_line() as bar:
+        line = bar.add_task("", total=None)
+        for knob, asked, size in _opened(now.candidate):
+            bar.update(line, description=f"changes of {knob}")
+            winner = best(asked, size).winner
+            if winner is None or winner.step_s >= 0.999 * slowest:
+                continue
+            pair = (winner.candidate, now.candidate)
+            if len({getattr(of.knobs, knob, of.microbatch_size) for of in pair}) == 1:
+                continue  # another knob, which follows from this one, changed: it is tried alone
+            if (words := describe(winner.plan)) not in plans:
+                plans.add(words)
+                changes[knob] = winner
     if question.reading.eager:
         own = PRICED[question.contender.name]
         compiled = Evaluated(now.candidate, own.simulated(question.task, now.candidate))

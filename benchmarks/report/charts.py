@@ -73,8 +73,7 @@ def save(picture: Picture, out: Path, *, pdf: bool = True) -> SavedPicture:
     paths, canvas = [out / f"{picture.name}.png"], FigureCanvasAgg(picture.figure)
     canvas.draw()  # type: ignore[no-untyped-call]
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
-    drawn = Image.fromarray(pixels).convert("RGB")
-    few = drawn.quantize(256, method=Image.Quantize.FASTOCTREE)
+    few = Image.fromarray(pixels).convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE)
     few.save(paths[0])  # a quarter of the bytes, and sooner than all colours are compressed
     if pdf:
         paths.append(out / f"{picture.name}.pdf")
@@ -156,11 +155,9 @@ def _drawn(rows: pd.DataFrame) -> tuple[list[pd.DataFrame], str]:
     empty if all are."""
     groups = rows.groupby(PANEL, sort=False)
     panels = [panel for _, panel in islice(groups, MAX_PANELS)]
-    if groups.ngroups <= MAX_PANELS:
-        return panels, ""
     last = panel_title(panels[-1], pd.concat(panels)).replace("\n", " ")
     told = f" Drawn are the first {MAX_PANELS} of {groups.ngroups} panels, up to {last}"
-    return panels, f"{told}; the table has all."
+    return panels, f"{told}; the table has all." * (groups.ngroups > MAX_PANELS)
 
 
 def _panels(

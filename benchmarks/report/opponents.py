@@ -1,16 +1,13 @@
 """The charter of opponents: which settings each opponent has, and what becomes of them here.
 
-In: ``docs/opponents.csv``, one line per setting; ``docs/opponents.yaml``, which says where each
-program has its settings; and the installed packages, whose configurations are read as text. Out:
-the tables of ``docs/opponents.md``. A test holds the lines against the packages, so that a setting
-that a new release adds is classified or fails it.
+In: ``docs/opponents.csv``, one line per setting, and ``docs/opponents.yaml``, which says where each
+program has its settings. Out: the tables of ``docs/opponents.md``. A test reads the installed
+packages' configurations as text, so that a setting that a new release adds is classified or fails
+it.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,60 +32,9 @@ class Section:
     path: str
     owners: list[str]
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether the package is installed."""
-        return importlib.util.find_spec(self.path.split("/")[0]) is not None
-
 
 SETUP = yaml.safe_load(CHARTER.with_suffix(".yaml").read_text(encoding="utf-8"))
 SECTIONS = tuple(Section(**values) for values in SETUP["sections"])
-
-
-def fields_of(section: Section) -> dict[str, str]:
-    """The settings of a section in the installed package, with their defaults as they are written
-    there. Raises ValueError if none is found, as the package has moved them."""
-    spec = importlib.util.find_spec(section.path.split("/")[0])
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    root, found = Path(*section.path.split("/")[1:]), dict[str, str]()
-    for place in places:
-        tree = ast.parse((Path(place) / root).read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            name = getattr(node, "name", "")
-            if isinstance(node, ast.ClassDef) and name in section.owners:
-                lines = (line for line in node.body if isinstance(line, ast.AnnAssign))
-                found |= {ast.unparse(line.target): _short(line.value) for line in lines}
-            elif isinstance(node, ast.FunctionDef) and name in section.owners:
-                arguments, defaults = node.args.kwonlyargs, node.args.kw_defaults
-                found |= {a.arg: _short(d) for a, d in zip(arguments, defaults, strict=True)}
-            elif isinstance(node, ast.FunctionDef) and f"{name}()" in section.owners:
-                found |= dict(_assigned(node))
-    if not found:
-        raise ValueError(f"{section.path}: has no {', '.join(section.owners)}")
-    return found
-
-
-def _assigned(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    for line in ast.walk(node):
-        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Attribute):
-            yield line.targets[0].attr, ""
-        elif isinstance(line, ast.Dict):
-            for key, value in zip(line.keys, line.values, strict=True):
-                if isinstance(key, ast.Constant):
-                    yield str(key.value), _short(value)
-
-
-def _short(value: ast.expr | None) -> str:
-    """A default as text; of a call that declares a field, the default in it."""
-    if value is None:
-        return ""
-    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Field", "field", "pp_int"):
-        given = [*value.args, *(k.value for k in value.keywords if k.arg in _DEFAULTS)]
-        return _short(given[0]) if given else ""
-    return ast.unparse(value)
-
-
-_DEFAULTS = ("default", "default_factory")
 
 
 @cache

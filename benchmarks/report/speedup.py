@@ -425,11 +425,13 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
         _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=display.tokens)
         _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=memory.form)
         first = group.iloc[0]
-        title = f"{display.contender_label(first['contender'])}, "
-        title += f"{display.model_label(first['model'])}, {first['num_gpus']} "
-        title += f"{display.worker_word(group)}s, batch {first['global_batch']}"
-        title += display.setting_words(first, apart)
-        left.set_title(textwrap.fill(title, _TITLE_LETTERS), loc="left")
+        title = (
+            f"{display.contender_label(first['contender'])}, "
+            f"{display.model_label(first['model'])}, "
+            f"{first['num_gpus']} {display.worker_word(group)}s, batch {first['global_batch']}"
+        )
+        title = textwrap.fill(title + display.setting_words(first, apart), _TITLE_LETTERS)
+        left.set_title(title, loc="left")
         left.set_yticks(range(len(group)), changes[number], fontsize=8)
         right.set_yticks(range(len(group)), [])
     axes[-2].set_xlabel("throughput over the base's (tokens/s each)")
