@@ -58,10 +58,11 @@ class Answer:
         return self.asked.result.fits(self.question.task.cluster.device.usable_bytes)
 
 
-def answer(question: Question, search_s: float = SEARCH_S) -> Answer:
+def answer(question: Question, search_s: float | None = None) -> Answer:
     """Price a question's plan; raises SpecError in one line where none exists. ``search_s``:
     seconds of CPU time after which a search of what is left open takes the best plan so far."""
     with progress_line() as bar:
+        search_s = search_s or SEARCH_S
         bar.add_task(f"the plan itself (at most {search_s:.0f} s of CPU time)", total=None)
         candidate = settled(question, search_s)
         try:
@@ -77,13 +78,11 @@ def answer(question: Question, search_s: float = SEARCH_S) -> Answer:
     return Answer(question, plan, plan.step_s - at_once.step_s, network_s)
 
 
-def best_plans(question: Question, search_s: float = SEARCH_S) -> list[Best]:
+def best_plans(question: Question, search_s: float | None = None) -> list[Best]:
     """The best plans of all programs on the same GPUs, as ``zeropp tune`` finds them, in four
-    times ``search_s`` seconds of wall time."""
-    margin = question.memory_margin
-    return search_rows(
-        question.task, ATLAS, 4 * search_s, memory_margin=margin, tolerance=_TOLERANCE
-    )
+    times ``search_s`` (``SEARCH_S``) seconds of wall time."""
+    budget_s, margin = 4 * (search_s or SEARCH_S), question.memory_margin
+    return search_rows(question.task, ATLAS, budget_s, memory_margin=margin, tolerance=_TOLERANCE)
 
 
 def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
@@ -111,7 +110,7 @@ def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
     )
 
 
-def changes_of(answered: Answer, search_s: float = SEARCH_S) -> dict[str, Evaluated[Any]]:
+def changes_of(answered: Answer, search_s: float | None = None) -> dict[str, Evaluated[Any]]:
     """The best change of each knob (of a degree with the data parallelism that follows from it)
     that fits and is faster, the fastest first. If the plan itself does not fit, every plan that
     does is an improvement. ``search_s`` is as in ``answer``; a knob has a fifth of it."""
@@ -120,7 +119,8 @@ def changes_of(answered: Answer, search_s: float = SEARCH_S) -> dict[str, Evalua
     slowest = now.step_s if now.peak_bytes <= limit else float("inf")
     changes: dict[str, Evaluated[Any]] = {}
     plans = set()  # several knobs may lead to the same plan
-    best = partial(_search, question.task, question.contender, budget_s=search_s / 5)
+    budget_s = (search_s or SEARCH_S) / 5
+    best = partial(_search, question.task, question.contender, budget_s=budget_s)
     with progress_line() as bar:
         line = bar.add_task("", total=None)
         for knob, asked, size in _opened(now.candidate):

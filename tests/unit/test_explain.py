@@ -288,10 +288,16 @@ def test_the_command_answers_on_one_screen(
     told, shown = capsys.readouterr()
     assert shown.count(" s: 0 of 9, searching best plans") > 1  # while it searches
     parts = ["Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"]
-    parts += ["Best plans on the same GPUs", "Do you need tensor", "In plans: degrees"]
+    parts += [
+        " of a single knob",
+        "Best plans on the same GPUs",
+        "Do you need tensor",
+        "In plans: degrees",
+    ]
     places = [told.index(said) for said in parts]
     assert places == sorted(places)
-    monkeypatch.setattr(answers, "better", None)  # --as searches nothing better
+    for name in ("changes_of", "best_plans"):  # --as searches nothing better
+        monkeypatch.setattr(answers, name, None)
     monkeypatch.setattr(sys, "argv", ["explain", str(path), *words, "--as", "overrides"])
     assert main() in (0, 1), capsys.readouterr().err
     assert "contender=megatron_core" in capsys.readouterr().out.splitlines()[-1]
