@@ -81,7 +81,10 @@ def _write(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
         made = write_report(runs, out, options=options)
     if not made.files:
         where = ", ".join(map(str, runs))
-        raise SpecError(f"{where}: no records (zeropp run makes them, or name another folder)")
+        none = "no records (zeropp run makes them, or name another folder)"
+        if made.skipped:
+            none = f"none of {len(made.skipped)} records can be read, as the lines above say"
+        raise SpecError(f"{where}: {none}")
     return 0
 
 

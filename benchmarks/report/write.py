@@ -173,9 +173,7 @@ def _rows(
     for line in skipped:
         console.print(f"skipped {line}", markup=False, soft_wrap=True)
     known = sorted(set(frame["contender"]))
-    if frame.empty:
-        console.print(f"no records below {', '.join(map(str, roots))}", soft_wrap=True)
-    elif options.base not in (*known, DEFAULTS.base):
+    if known and options.base not in (*known, DEFAULTS.base):
         raise SpecError(
             f"--base={options.base}: no record of that contender (there are {', '.join(known)})"
         )

@@ -265,6 +265,26 @@ def test_an_interruption_leaves_the_last_report_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.parametrize(
+    ("step_s", "said"), [([], "no records (zeropp run makes"), ([-1.0], "none of 1 records can be")]
+)
+def test_records_that_cannot_be_read_are_not_called_missing(
+    step_s: list[float],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if step_s:
+        write_records([make_record(step_s=step_s, spans=False)], tmp_path)
+    words = ["report", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert main() == 2
+    told, error = capsys.readouterr()
+    assert said in error
+    assert told.startswith("skipped") == bool(step_s)
+
+
 @pytest.mark.parametrize(("steps", "status"), [(1.5, 1), (0.7, 0), (1.0, 0)])
 def test_compare_ends_with_1_where_something_became_slower(
     steps: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
