@@ -351,7 +351,7 @@ def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
         line |= {name: first[name] for name in display.varied(rows) if name not in _SIZES}
         line |= dict(zip(cell["contender"], cell["model_tflops_per_gpu"], strict=True))
-        for row in cell.to_dict("records"):
+        for row in cell[cell["status"] == "ok"].to_dict("records"):
             plan, knobs = row["source"]["plan"], dict(row["knobs"])
             setting = {"microbatch_size": knobs.pop("microbatch_size"), "knobs": knobs}
             kept = (plan.get("words") or row["layout"], json.dumps(setting), plan.get("gap"))
@@ -396,6 +396,9 @@ def as_table(data: pd.DataFrame) -> Table:
     columns += [Column(name, display.contender_label(name), form=form) for name in names]
     searched = [f"{name}_{kept}" for name in names for kept in _KEPT]
     columns += [Column(name, name, hidden=True) for name in searched if name in data]
+    if gaps := [name for name in searched if name.endswith("_gap") and name in data]:
+        data = data.assign(gap=data[gaps].max(axis=1))
+        columns.append(Column("gap", "largest gap", form=display.share))
     columns.append(Column("mfu", "share of peak", form=display.share))
     all_flops = display.flops_unit(1e3 * data["pflops"]) if data["pflops"].max() < 0.1 else None
     total = all_flops.name if all_flops else "PFLOP/s"
@@ -406,6 +409,6 @@ def as_table(data: pd.DataFrame) -> Table:
     ]
     caption = (
         f"Model {flops.name} per {worker}; share of peak and {total} of all {worker}s are the "
-        "fastest one's."
+        "fastest one's; a gap is by how much a search may have missed the best plan."
     )
     return table("scaling", "Scaling", tuple(columns), data, caption=caption)
