@@ -167,8 +167,8 @@ def candidate_in(
     for other in compared.others:
         if own.keys() <= other.knobs.__dataclass_fields__.keys():
             contender = other
-    older = dict.fromkeys(asked_degrees(contender.knobs()), 1)
-    made = validated(contender.knobs, older | own | {"name": contender.name}, "setting.knobs")
+    left_out = {axis: 1 for axis in asked_degrees(contender.knobs()) if axis not in own}
+    made = validated(contender.knobs, own | left_out | {"name": contender.name}, "setting.knobs")
     return compared, contender, Candidate(made, microbatch_size)
 
 

@@ -96,9 +96,12 @@ def plan(row: Row) -> dict[str, Any]:
     setting = json.loads(row["setting"])
     _, contender, candidate = candidate_of(row["setting"])
     computed = simulated(contender.name, traced.cell_of(row), candidate)
-    # A row may have the plan of another row that is its own, too (``with_shared_plans``).
+    # A row may have the plan of another row that is its own, too (``with_shared_plans``), and need
+    # not name degrees that are 1.
     again = setting_of(candidate)
     again["knobs"] |= {"name": setting["knobs"]["name"]}
+    named = {name: again["knobs"].pop(name, None) for name in setting["knobs"]}
+    again["knobs"] = named | {name: v for name, v in again["knobs"].items() if v != 1}
     own = {"setting": json.dumps(again)}
     left_out = ("commit", "contender", "mode", *SEARCHED)  # nor what only a search says
     return {k: v for k, v in (computed | own).items() if k not in left_out}
