@@ -67,7 +67,8 @@ def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
     """The tables of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of README),
     ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
     changes with batch, GPUs and network), each as users run the programs and with equal settings,
-    as far as the rows have both; and the numbers of their sentences, of the first of these."""
+    as far as the rows have both; and the numbers of their sentences, of the first of these: medians
+    of models are ``MODEL_PRECISION``."""
     plans = with_precision(plans)
     by_mode = {mode: _tables(plans[plans["mode"] == mode]) for mode in SETTINGS
                if (plans["mode"] == mode).any()}  # fmt: skip
@@ -97,6 +98,7 @@ def _tables(plans: pd.DataFrame) -> dict[str, str]:
         "cut": f"{cells['cut'].sum()}",
         "without_fits": f"{(cells['without'] > 0).sum()}",
         "factor": f"{reach:.2f}",
+        "error": f"± {reach - 1:.0%}",
         "slower": f"{(told['without'] < 1 / reach).sum()}",
         "core": f"{core.median():.2f}",
         "core_slower": f"{(core < 1 / factor(one_program=True, tensor=True)).sum()}",
@@ -106,6 +108,8 @@ def _tables(plans: pd.DataFrame) -> dict[str, str]:
         numbers[f"{name}_slower"] = f"{len(needed)}"
         numbers[f"{name}_median"] = f"{needed.median():.2f}"
         numbers[f"{name}_lowest"] = f"{needed.min():.2f}"
+    for (model, precision), of in cells.groupby(["model", "precision"]):
+        numbers[f"{model}_{precision}"] = f"{of['without'].median():.2f}"
     speed = plans.pivot(index=_CELL, columns="contender", values="tokens_per_s_per_gpu")
     of_program = speed.T.groupby(program_label, sort=False).max().T
     order = dict.fromkeys(program_label(name) for name in ATLAS)
