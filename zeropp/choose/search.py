@@ -96,8 +96,10 @@ class Family(Generic[K]):
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The entries that replace this one: the family with the bound of its own compute, then
-        with its durations, if any member may fit."""
+        with its durations, if any member may fit; those alike if it cannot be sized."""
         plan = self.plan or search.sized(self.candidate)
+        if plan is None:
+            yield from search.follow(self.alike)
         if plan and not self.plan:
             bound_s = search.bound_compute(plan, self.alike)
             if bound_s > self.bound_s:
