@@ -320,7 +320,7 @@ def _bars(lines: pd.DataFrame, names: list[str]) -> alt.LayerChart:
     return (
         _looked_up(alt.layer(*layers, data=table), lines, "datum.contender")
         .transform_calculate(text=none, plan="datum.plan || ''")
-        .properties(width=_WIDTH, height={"step": 74})
+        .properties(width=_WIDTH, height={"step": 88})
     )
 
 
