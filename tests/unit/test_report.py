@@ -41,7 +41,7 @@ from benchmarks.report.speedup import (
     with_speedups,
 )
 from benchmarks.report.table import MISSING, print_table
-from benchmarks.report.tables import paper_grids, throughput_table
+from benchmarks.report.tables import paper_grids, scaling_table, throughput_table
 from benchmarks.report.write import make_table, report_folder, write_one_table, write_report
 from benchmarks.specification import SpecError
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
@@ -560,3 +560,16 @@ def test_the_committed_folder_is_told_by_the_model() -> None:
     assert set(ratios) == {"a_deepspeed", "a_fsdp", "a_megatron", "a_zeropp"}
     assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), ratios
     assert "passed" in set(gates.data["gate"])
+
+
+def test_a_scaling_table_has_settings_of_plans_alone_and_the_largest_gap(tmp_path: Path) -> None:
+    records = [
+        make_record("zeropp", fields={"plan": {"words": "pp=2", "gap": 0.01}}),
+        make_record("fsdp", fields={"plan": {"words": "shard=4", "gap": 0.05}}),
+        make_record("deepspeed_3d", fields=failed("oom", "rank 0: out of memory")),
+    ]
+    table = scaling_table(frame_of(*records, root=tmp_path))
+    (line,) = table.numbers.to_dict("records")
+    assert "deepspeed_3d_setting" not in line
+    assert (line["zeropp_gap"], line["fsdp_plan"]) == (0.01, "shard=4")
+    assert column(table, "largest gap") == ["5.0 %"]
