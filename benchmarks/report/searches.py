@@ -5,35 +5,42 @@ It knows what a program's users have published. *Types of gradients* are those t
 recommend, or fp32 for all (``settings``). *Room*: a plan leaves as much memory as the program's
 published peaks have taken beyond their price (``ratio_errors.memory_room``). *Published plans* of
 the same model are tried first, at the task's number of GPUs, and one that ran on such devices fits,
-whatever its price.
+whatever its price. ``atlas_plans`` are tried first where nobody names others.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from math import log
 from operator import itemgetter
+from time import monotonic
 from typing import Any
 
+from benchmarks.records.simulated import TABLE, shape_named
 from benchmarks.report.ratio_errors import Room, memory_room, priced_runs
 from benchmarks.specification import DTYPES
 from benchmarks.specification.command import workers
-from benchmarks.specification.contenders import ROWS, Compared
+from benchmarks.specification.contenders import ROWS, Compared, candidate_in
 from benchmarks.specification.progress import progress_line
 from zeropp.choose.bounds import least_bytes, least_step_s
 from zeropp.choose.contender import Contender, describe
 from zeropp.choose.search import Evaluated, Outcome, search
 from zeropp.choose.task import Candidate, Task
+from zeropp.types.data import DATA
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Settings
 
 MOST_GAP = 0.02  # of a search, above which its best plan decides nothing
 _TELL_EVERY_S = 2.0
+_NEAREST = 6  # plans of the atlas that a search begins with
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq")  # sources differ in the rest
 _AXES = {"tp": "tp", "pp": "pp", "context": "cp"}  # a degree and its column
 
@@ -168,19 +175,18 @@ def search_rows(
     **options: Any,
 ) -> list[Best]:
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
-    ``budget_s`` are seconds of wall time, which rows share equally; ``tell`` gets each
-    as it comes. Those that take longest begin first, behind one that is quick. Ctrl-C ends the
-    searches, and gives those that have ended; raised again where there is none."""
+    ``budget_s`` are seconds of wall time, of which every row gets its share of what is left
+    when its search begins; ``tell`` gets each as it comes. Those that take longest begin last.
+    Ctrl-C ends the searches, and gives those that have ended; raised again where there is none."""
     spaces = {name: ROWS[name].contender for name in names}
-    order = sorted(spaces, key=lambda name: -spaces[name].search_effort)
-    quick = max(order, key=lambda name: spaces[name].space.pipelines == (1, 1))
-    order.sort(key=lambda name: name != quick)
+    order = sorted(spaces, key=lambda name: spaces[name].search_effort)
     cores = min(os.cpu_count() or 1, len(order))
-    each_s, found = budget_s * cores / len(order), dict[str, Best]()
+    ends_s, found = monotonic() + budget_s, dict[str, Best]()
     try:
         with workers(cores) as pool, progress_line() as bar:
-            begin = partial(_best_of_row, task, budget_s=each_s, runner_up=False, **options)
-            waiting = {pool.submit(begin, name): name for name in order}
+            begin = partial(_best_of_row, task, ends_s=ends_s, runner_up=False, **options)
+            rounds = {name: (len(order) - place) / cores for place, name in enumerate(order)}
+            waiting = {pool.submit(begin, name, max(1.0, rounds[name])): name for name in order}
             line = bar.add_task("", total=len(order))
             while waiting:
                 bar.update(line, completed=len(found), description="searching best plans")
@@ -193,13 +199,45 @@ def search_rows(
     return [found[name] for name in spaces if name in found]
 
 
-def _best_of_row(task: Task, name: str, **options: Any) -> Best:
-    """``best_of`` in a process of its own: what it returns has no row, which cannot be sent."""
-    best, own = best_of(task, ROWS[name], **options), ROWS[name]
+def _best_of_row(task: Task, name: str, rounds: float, *, ends_s: float, **options: Any) -> Best:
+    """``best_of`` in a process of its own, with an equal share of the time until ``ends_s`` (by
+    ``monotonic``) where so many ``rounds`` of searches are to come, and at least a second. It
+    begins with the plans of the atlas. What it returns has no row, which cannot be sent."""
+    own, left_s = ROWS[name], max(1.0, (ends_s - monotonic()) / rounds)
+    best = best_of(task, own, known=atlas_plans(task, name), budget_s=left_s, **options)
     for outcome in best.searched:
         known = (own.contender, *own.others)
         outcome.contender = next(c for c in known if c.name == outcome.contender.name)
     return best
+
+
+def atlas_plans(task: Task, row: str) -> list[Candidate[Any]]:
+    """The best plans of a row in the committed cases of the atlas with the task's model and
+    precision, at most ``_NEAREST`` different ones: those of the same cluster first, then by number
+    of GPUs and by sequences per GPU."""
+
+    def distance(case: Mapping[str, str]) -> tuple[bool, float]:
+        gpus = int(case["num_gpus"]) / task.num_gpus
+        batch = int(case["global_batch"]) / task.global_batch
+        return case["cluster"] != task.cluster.name, abs(log(gpus)) + abs(log(batch / gpus))
+
+    shape = replace(task.shape, name="")
+    cases = [
+        case
+        for case in _atlas()
+        if (case["contender"], case["precision"]) == (row, task.precision) and case["setting"]
+        if replace(shape_named(case["model"]), name="") == shape
+    ]
+    settings = dict.fromkeys(case["setting"] for case in sorted(cases, key=distance))
+    plans = [json.loads(setting) for setting in [*settings][:_NEAREST]]
+    return [candidate_in(row, plan["knobs"], plan["microbatch_size"])[2] for plan in plans]
+
+
+@cache
+def _atlas() -> list[dict[str, str]]:
+    """The lines of the committed atlas."""
+    with (DATA / "results/reference/atlas" / TABLE).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def published_plans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -13,8 +14,8 @@ from benchmarks.explain.need import need_lines
 from benchmarks.records.simulated import shape_named
 from benchmarks.report import searches
 from benchmarks.report.ratio_errors import factor, need_text
-from benchmarks.report.searches import Best, best_of, search_rows
-from benchmarks.specification.contenders import ATLAS, ROWS
+from benchmarks.report.searches import Best, _atlas, atlas_plans, best_of, search_rows
+from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in
 from benchmarks.specification.reading import preset
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Task
@@ -93,6 +94,27 @@ def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(searches, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         search_rows(SMALL, ["fsdp"], 5.0, **given)
+
+
+def test_a_search_begins_with_plans_of_the_atlas_of_the_same_model() -> None:
+    named = replace(shape_named("llama_8b"), name="someones")  # equal sizes are the same model
+    h100 = preset("cluster", "h100", Cluster)
+    case = Task(shape=named, cluster=h100, num_gpus=64, global_batch=64)
+    first, *others = atlas_plans(case, "fsdp")
+    (own,) = [c for c in _atlas() if (c["model"], c["cluster"], c["num_gpus"], c["global_batch"])
+              == ("llama_8b", "h100", "64", "64") and c["mode"] == "best" and c["bandwidth"] == "1"
+              and (c["contender"], c["precision"]) == ("fsdp", "bf16")]  # fmt: skip
+    values = json.loads(own["setting"])
+    assert first == candidate_in("fsdp", values["knobs"], values["microbatch_size"])[2]
+    assert 0 < len(others) < 6
+    assert first not in others
+    assert atlas_plans(replace(case, shape=replace(named, layers=31)), "fsdp") == []
+    assert atlas_plans(replace(case, precision="fp32"), "fsdp") == []
+    large = replace(case, shape=shape_named("llama_70b"), num_gpus=512, global_batch=512)
+    known = atlas_plans(large, "zeropp")[0]
+    best = searches._best_of_row(large, "zeropp", 1.0, ends_s=0.0, tolerance=0.01)  # cut at once
+    assert best.winner is not None
+    assert best.winner.step_s <= best.outcome.contender.simulated(large, known).step_s
 
 
 def test_every_program_of_the_atlas_has_both_sides_or_one() -> None:
