@@ -22,7 +22,7 @@ from benchmarks.tune import __main__ as tune
 from tests.unit.simulated_task import task
 from zeropp.choose.bounds import least_bytes, least_compute_s, least_step_s
 from zeropp.choose.search import OOM, _Search, search
-from zeropp.choose.space import compute_knobs, points
+from zeropp.choose.space import compute_knobs, neighbours, points
 from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, Task
 from zeropp.price import pass_times, price_plan
@@ -124,6 +124,26 @@ def test_where_one_wins_those_that_share_its_compute_follow(
     with_most = [number for number, shard in enumerate(shards) if shard == 8]
     with_less = [number for number, shard in enumerate(shards) if shard < 8]
     assert with_most[0] < with_less[0] < with_most[-1]
+
+
+def test_most_shards_and_those_of_a_node_are_tried_first() -> None:
+    asked = ZeroppKnobs(pp=2, context=1)
+    begins = _Search(task(64, 128), ZEROPP, asked, False)._roots(asked, 1)
+    shards = [root.candidate.knobs.shard for root in begins]
+    assert set(shards) == {8, 32}
+    two = replace(asked, context=2)  # a ZeRO-3 group has both slices of a sequence
+    begins = _Search(task(64, 128), ZEROPP, two, False)._roots(two, 1)
+    assert {root.candidate.knobs.shard for root in begins} == {4, 16}
+
+
+def test_beside_a_winner_other_shards_may_have_another_zero() -> None:
+    knobs = ZeroppKnobs(pp=2, shard=16, context=1, replicate=1, replicate_zero=0)
+    beside = [new for new, _ in neighbours(ZeroppKnobs(), Candidate(knobs, 1))]
+    assert [new.replicate_zero for new in beside if new.replicate > 1] == ["auto"] * 2
+    zeros = [
+        new.replicate_zero for new in beside if vars(new) | {"replicate_zero": 0} == vars(knobs)
+    ]
+    assert zeros == [1]  # no other numbers than it may have
 
 
 @pytest.mark.usefixtures("patient")

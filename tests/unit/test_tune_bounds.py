@@ -83,7 +83,7 @@ def drawn_task(draw: random.Random) -> Task:
     )
     cluster = what.cluster
     intra, inter = (
-        replace(link, bandwidth_gb_s=link.bandwidth_gb_s * draw.choice((0.1, 0.3, 1.0)))
+        replace(link, bandwidth_gb_s=link.bandwidth_gb_s * draw.choice((0.002, 0.1, 0.3, 1.0)))
         for link in (cluster.intra, cluster.inter)
     )
     host = cluster.host

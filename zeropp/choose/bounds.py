@@ -347,7 +347,7 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
         start = max(latency.to[first], first_gather_s(plan, price, first))
         # All but a rank's last two chunks, whose microbatches may turn before they are stored.
         stored = sum(slowed.stages[s].store for s in stages[:-2]) * plan.num_microbatches
-        worst = max(worst, stored)
+        worst = max(worst, stored, _sent_s(plan, price, latency, stages, start))
         forwards, backwards = _phases(plan, slowed, latency, stages)
         if plan.schedule.name == "accumulation":
             worst = max(worst, plan.num_microbatches * (forwards.seconds(1) + backwards.seconds(1)))
@@ -365,6 +365,23 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
                 in_turn = _in_turn_s(plan, latency, stages, forwards, backwards)
             worst = max(worst, max(busy, capped, in_turn) + last.updated_s)
     return worst * (1.0 - _ROUNDING)
+
+
+def _sent_s(
+    plan: SizedPlan, price: StepTimes, latency: Latency, stages: tuple[int, ...], start: float
+) -> float:
+    """Seconds that a rank's messages take at least, which go one after the other in each direction:
+    between the first forward and what is left to do for the last of them."""
+    ranks, costs, m = plan.schedule.stage_rank, price.stages, plan.num_microbatches
+    here = ranks[stages[0]]
+    on = [s for s in stages if s + 1 < len(ranks) and ranks[s + 1] != here]
+    back = [s for s in stages if s and ranks[s - 1] != here]
+    sent = m * sum(costs[s].transfer for s in on)
+    returned = m * sum(costs[s - 1].transfer for s in back)
+    if price.steps_overlap or not on:
+        return max(sent, returned)
+    left = latency.turn - latency.to[on[-1] + 1] + latency.backward[-1] + latency.back[-1]
+    return max(start + costs[stages[0]].forward + sent + left, returned)
 
 
 def least_of_order_s(

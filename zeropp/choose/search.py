@@ -1,21 +1,22 @@
 """Finds the best feasible configuration in a contender's search space, best bound first.
 
 A *family* is a set of configurations that differ only in unit, activation cap and when gradients
-are reduced. It is sized with what takes the least time: no member has a smaller bound.
-Families wait in a queue, sorted by a lower bound of their step time. Families that differ only in
-how data-parallel ranks are used have the same compute, so that one of them is sized for all. The
-one with the most shards is in the queue; the others follow when it wins, or when all else is
-settled. The search takes the first entry again and again: a family is first priced, if any member
-may fit into memory, then replaced by all members that may. A member gets the largest activation cap
-with which it fits; of a long step, its bound becomes the time that shorter steps tell; then it is
-simulated. The search ends when no bound in the queue is below the best step by more than the
-``tolerance``, or with its budget of time: then the lowest bound that is left gives its *gap*. Last,
-it climbs: it tries what is beside its winner, as long as that is faster, and fewer offloaded blocks
-as long as they fit and take no longer. So no configuration of the space is faster than the winner
-by more than gap and tolerance, as far as the bounds hold, with these limits: of recomputed blocks,
-half and all are tried, and others beside the winner; of activation caps, the largest that fits, and
-others beside the winner; chunks share buffers as the contender's ``families`` say. The runner-up is
-the best of those that were simulated with other degrees.
+are reduced. It is sized with what takes the least time: no member has a smaller bound. Families
+wait in a queue, sorted by a lower bound of their step time. Families that differ only in how
+data-parallel ranks are used have the same compute, so that one of them is sized for all. Those with
+the most shards, and with the most in a node, are in the queue; the others follow when one of them
+wins, or when all else is settled. The search takes the first entry again and again: a family is
+first priced, if any member may fit into memory, then replaced by all members that may. A member
+gets the largest activation cap with which it fits; of a long step, its bound becomes the time that
+shorter steps tell; then it is simulated. The search ends when no bound in the queue is below the
+best step by more than the ``tolerance``, or with its budget of time: then the lowest bound that is
+left gives its *gap*. Last, it climbs: it tries what is beside its winner, as long as that is
+faster, and fewer offloaded blocks as long as they fit and take no longer. So no configuration of
+the space is faster than the winner by more than gap and tolerance, as far as the bounds hold, with
+these limits: of recomputed blocks, half and all are tried, and others beside the winner; of
+activation caps, the largest that fits, and others beside the winner; chunks share buffers as the
+contender's ``families`` say. The runner-up is the best of those that were simulated with other
+degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large. A whole family is dropped if no member can fit, and with it, if the activations
@@ -134,7 +135,7 @@ class Root(Family[K]):
         alike = defaultdict[_Alike, list[Family[K]]](list)
         for family in search.families_of(self):
             alike[family.alike].append(family)
-        return [search.first_of(families) for families in alike.values()]
+        return chain.from_iterable(map(search.first_of, alike.values()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -351,6 +352,7 @@ class _Search(Generic[K]):
         self._others: dict[_Alike, tuple[K, list[Family[K]]]] = {}
         # The points of a group but those of the roots.
         self._points: defaultdict[_Group, list[SearchPoint[K]]] = defaultdict(list)
+        self._followed = set[_Alike]()
         # Of families alike, those with too many activations.
         self._too_many_activations: set[_Alike] = set()
         self._begun: dict[object, int | None] = {}  # activation caps; None: nothing fits
@@ -464,6 +466,7 @@ class _Search(Generic[K]):
     def _forget(self) -> None:
         self._others.clear()
         self._points.clear()
+        self._followed.clear()
 
     def _may_win(self, to_beat: float) -> list[_Alike]:
         """Of families that are alike and wait, those that may be faster than ``to_beat`` and fit.
@@ -478,12 +481,15 @@ class _Search(Generic[K]):
                 may_win.append(alike)
         return may_win
 
-    def first_of(self, families: list[Family[K]]) -> Family[K]:
-        """Of families that are alike, the one with the most shards; the others wait."""
+    def first_of(self, families: list[Family[K]]) -> list[Family[K]]:
+        """Of families that are alike, the one with the most shards; the others wait, unless those
+        of other points have followed already."""
         first = max(families, key=_shards)
+        if first.alike in self._followed:
+            return families
         _, waiting = self._others.setdefault(first.alike, (first.candidate.knobs, []))
         waiting += (family for family in families if family is not first)
-        return first
+        return [first]
 
     def follow(self, alike: _Alike) -> list[Family[K]]:
         """The families that wait and are ``alike``, with those of all other points of their
@@ -491,6 +497,7 @@ class _Search(Generic[K]):
         if alike not in self._others:
             return []
         knobs, families = self._others.pop(alike)
+        self._followed.add(alike)
         (group, compute), made = alike, self.contender.space.families
         for point in self._points[group]:
             for other in made(with_compute_of(point, knobs, saving=True)):
@@ -514,8 +521,8 @@ class _Search(Generic[K]):
         return queue
 
     def _roots(self, asked: K, microbatch_size: int | Auto) -> Iterator[Root[K]]:
-        """All families within ``asked`` that have the most shards of their group of points;
-        ``follow`` makes the others."""
+        """All families within ``asked`` that have the most shards of their group of points, or the
+        most in a node; ``follow`` makes the others."""
         groups: defaultdict[_Group, list[SearchPoint[K]]] = defaultdict(list)
         rejected = self.outcome.rejected
         for point, size in points(
@@ -523,10 +530,16 @@ class _Search(Generic[K]):
         ):
             degrees = point.degrees
             groups[size, degrees.tp, degrees.pp, degrees.context].append(point)
+        node = self.task.cluster.gpus_per_node
         for group, found in groups.items():
-            most = max(found, key=lambda point: point.degrees.shard)
-            self._points[group] += [point for point in found if point is not most]
-            yield from self._roots_at(most, group)
+            shards = sorted(point.degrees.shard for point in found)
+            _, tp, _, context = group
+            inside = [shard for shard in shards if shard * tp * context <= node]
+            first = {shards[-1], *inside[-1:]}
+            self._points[group] += [p for p in found if p.degrees.shard not in first]
+            for point in found:
+                if point.degrees.shard in first:
+                    yield from self._roots_at(point, group)
 
     def _roots_at(self, point: SearchPoint[K], group: _Group) -> Iterator[Root[K]]:
         """All families of a point, with the bound of those that save no memory, or of all where

@@ -248,17 +248,18 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
         return replace(cast("Any", knobs), **new)  # type: ignore[no-any-return]
 
     degrees = [name for name in asked_degrees(knobs) if name in names]
+    ranks = {n: "auto" for n in ("replicate_zero", "placement") if n in names}
     for less, more in permutations(degrees, 2):
         for factor in (2, 3):
             if values[less] % factor == 0:
                 new = {less: values[less] // factor, more: values[more] * factor}
-                yield changed(**freed | new), size
+                yield changed(**freed | ranks | new), size
     for other in {size * 2, max(1, size // 2)} - {size}:
         yield changed(**freed), other
     known = get_type_hints(type(knobs))
     for name in [name for name in names if name not in degrees]:
-        value = values[name]
-        if isinstance(value, int) and not isinstance(value, bool):
+        value, named = values[name], literals(known[name]) - {"auto"}
+        if not named and isinstance(value, int):
             steps = {value * 2, value // 2, value * 5 // 4, value * 4 // 5}
             if value < _LARGE:
                 steps |= {value + sign * 2**power for sign in (-1, 1) for power in range(6)}
@@ -266,7 +267,7 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
                 yield changed(**cap | {name: number}), size
         else:
             blocks = {n: "auto" for n in names if n == "recompute_blocks" and name == "recompute"}
-            for choice in literals(known[name]) - {value, "auto"}:
+            for choice in named - {value}:
                 yield changed(**cap | blocks | {name: choice}), size
 
 
