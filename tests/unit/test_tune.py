@@ -143,7 +143,7 @@ def test_beside_a_winner_other_shards_may_have_another_zero() -> None:
     zeros = [
         new.replicate_zero for new in beside if vars(new) | {"replicate_zero": 0} == vars(knobs)
     ]
-    assert zeros == [1]  # no other numbers than it may have
+    assert sorted(zeros) == [1, 2]  # no other numbers than it may have
 
 
 @pytest.mark.usefixtures("patient")
