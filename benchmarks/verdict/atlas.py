@@ -23,10 +23,12 @@ from benchmarks.report.ratio_errors import factor
 from benchmarks.report.table import markdown_table
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, program_label
+from benchmarks.specification.reading import preset
 from benchmarks.verdict.cells import CELL, SETTINGS, as_users, study_spec
 from benchmarks.verdict.judge import TIE
 from benchmarks.verdict.measured_pairs import pairs_of_case
 from benchmarks.verdict.study import REFERENCE, simulate_cells, with_precision
+from zeropp.price.cluster import Cluster
 from zeropp.price.flops import parameter_count
 
 COMMITTED = REFERENCE / "atlas" / TABLE
@@ -91,6 +93,7 @@ def _tables(plans: pd.DataFrame) -> dict[str, str]:
                           for key, rows in plans.groupby(_CELL, sort=True)])  # fmt: skip
     cells = cells[cells["fastest"].notna()]
     cells["sequences"] = cells["global_batch"] / cells["num_gpus"]
+    cells["apart"] = cells.apply(_apart, axis=1)
     told, core = cells[~cells["cut"]], cells["core"].dropna()
     reach = factor(one_program=False, tensor=True)
     numbers = {
@@ -108,7 +111,7 @@ def _tables(plans: pd.DataFrame) -> dict[str, str]:
         numbers[f"{name}_slower"] = f"{len(needed)}"
         numbers[f"{name}_median"] = f"{needed.median():.2f}"
         numbers[f"{name}_lowest"] = f"{needed.min():.2f}"
-    for (model, precision), of in cells.groupby(["model", "precision"]):
+    for (model, precision), of in cells[cells["apart"] == ""].groupby(["model", "precision"]):
         numbers[f"{model}_{precision}"] = f"{of['without'].median():.2f}"
     speed = plans.pivot(index=_CELL, columns="contender", values="tokens_per_s_per_gpu")
     of_program = speed.T.groupby(program_label, sort=False).max().T
@@ -164,11 +167,20 @@ def _brief(cells: pd.DataFrame) -> str:
     return markdown_table([*heads, f"Megatron-Core alone ({errors[1]})"], lines)
 
 
+def _apart(cell: pd.Series[Any]) -> str:
+    """Words for what sets a case apart: GPUs that share a network card, or sequences."""
+    cluster = preset("cluster", cell["cluster"], Cluster)
+    if cluster.nics_per_node < cluster.gpus_per_node:
+        return ", GPUs share cards"
+    return ", less than a sequence per GPU" if cell["sequences"] < 1 else ""
+
+
 def _by_model(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The cells of every model, and then of its products in 8 bits, with a label, by size."""
+    """The cells of every model, those that are set apart behind others, and then those of its
+    products in 8 bits, with a label, by size."""
     sizes = cells["model"].map(lambda name: parameter_count(shape_named(name)))
-    for (precision, _, model), of in cells.groupby(["precision", sizes, "model"]):
-        yield model_label(str(model)) + " in 8 bits" * (precision == "fp8"), of
+    for (precision, _, model, apart), of in cells.groupby(["precision", sizes, "model", "apart"]):
+        yield model_label(str(model)) + apart + " in 8 bits" * (precision == "fp8"), of
 
 
 _RATIOS = ("without", "without_fsdp", "core")

@@ -116,6 +116,20 @@ def test_a_search_without_tensor_parallelism_in_its_best_plan_bounds_the_ratio()
     assert (found["cut"], ratios_of(cut)["cut"]) == (False, True)
 
 
+def test_shared_cards_and_shared_sequences_are_lines_of_their_own() -> None:
+    rows = _rows({}, {"zeropp": 220.0}, {"zeropp": 330.0})
+    batch = rows["global_batch"]
+    rows.loc[batch == 256, "cluster"] = "h100_one_nic"
+    rows.loc[batch == 1024, "global_batch"] = 32
+    tables = atlas_tables(rows)
+    assert [(line[0], line[-1]) for line in _cells(tables["need"])] == [
+        ("Llama 8B", "0.91 (0.91 to 0.91)"),
+        ("Llama 8B, GPUs share cards", "2.00 (2.00 to 2.00)"),
+        ("Llama 8B, less than a sequence per GPU", "3.00 (3.00 to 3.00)"),
+    ]
+    assert tables["llama_8b_bf16"] == "0.91"
+
+
 def test_both_settings_have_a_table_and_that_of_users_is_the_first() -> None:
     rows = _rows({})
     own = rows.assign(mode="own", tokens_per_s_per_gpu=2 * rows["tokens_per_s_per_gpu"])
