@@ -180,7 +180,7 @@ def _by_model(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     products in 8 bits, with a label, by size."""
     sizes = cells["model"].map(lambda name: parameter_count(shape_named(name)))
     for (precision, _, model, apart), of in cells.groupby(["precision", sizes, "model", "apart"]):
-        yield model_label(str(model)) + apart + " in 8 bits" * (precision == "fp8"), of
+        yield f"{model_label(str(model))}{apart}{' in 8 bits' * (precision == 'fp8')}", of
 
 
 _RATIOS = ("without", "without_fsdp", "core")
