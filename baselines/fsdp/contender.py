@@ -232,9 +232,9 @@ def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-def quarters(most: int) -> tuple[int, ...]:
-    """Numbers of offloaded blocks to try where the others cannot be recomputed."""
-    return tuple(most * part // 4 for part in (1, 2, 3, 4))
+def eighths(most: int) -> tuple[int, ...]:
+    """Numbers of offloaded blocks to try: what fits with fewer takes less of the link."""
+    return tuple(most * part // 8 for part in range(1, 9))
 
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
@@ -245,9 +245,7 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     """All knobs to try at a point. A single microbatch has nothing to gain from gradients that are
     summed before they are reduced."""
     asked, degrees, layers = point.asked, point.degrees, point.task.shape.layers
-    numbers: tuple[int, ...] = (layers,)
-    if isinstance(asked, MegatronFSDPKnobs):
-        numbers = quarters(layers - 1)
+    numbers = eighths(layers - isinstance(asked, MegatronFSDPKnobs))  # which keeps one at least
     recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, layers)
     # Parameters that are not sharded take no time to gather, and after a single microbatch's
     # backward a release does nothing.
