@@ -148,12 +148,12 @@ class Header:
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-_launched_code = lru_cache(read_code)  # what this process has imported does not change
+launched_code = lru_cache(read_code)  # what this process has imported does not change
 
 
 def new_header(launcher: str, plan: Plan | None = None, variant: str = "") -> Header:
     """The header of an attempt that starts now."""
-    code = _launched_code()
+    code = launched_code()
     return Header(
         launcher=launcher,
         provenance=PROVENANCE[launcher],

@@ -31,7 +31,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions:
-    """What the options of every launcher have."""
+    """What the options of every launcher have; ``simulate`` and ``replay`` have no others."""
 
     kind: str
     dry_run: bool = False  # show only what would be done, without writing anything
@@ -59,25 +59,11 @@ class LocalOptions(LauncherOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions(LauncherOptions):
-    """``launcher=simulate``."""
-
-    kind: Literal["simulate"] = "simulate"
-
-
-@dataclass(frozen=True, kw_only=True)
 class TraceOptions(LauncherOptions):
     """``launcher=trace``."""
 
     kind: Literal["trace"] = "trace"
     pipeline_ranks: tuple[int, ...] = (0, -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayOptions(LauncherOptions):
-    """``launcher=replay``."""
-
-    kind: Literal["replay"] = "replay"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +95,6 @@ class SlurmOptions(LauncherOptions):
         """The Python of the batch script."""
         return shlex.quote(self.python or sys.executable)
 
-    @property
-    def worker_interpreter(self) -> str:
-        """The Python of the ranks."""
-        return shlex.quote(self.worker_python) if self.worker_python else self.interpreter
-
-    @property
-    def flag_maps(self) -> dict[str, Flags]:
-        """Every map of flags by its name."""
-        maps = {name: getattr(self, name) for name in ("sbatch", "srun", "report_sbatch")}
-        return maps | {f"queues.{size}": flags for size, flags in self.queues.items()}
-
     def sbatch_of(self, num_gpus: int) -> Flags:
         """The flags of sbatch for a point: the general ones, and over them those of its size's
         ``queues``."""
@@ -131,8 +106,8 @@ _TYPES: dict[str, type[LauncherOptions]] = {
     "local": LocalOptions,
     "slurm": SlurmOptions,
     "trace": TraceOptions,
-    "replay": ReplayOptions,
-    "simulate": SimulateOptions,
+    "replay": LauncherOptions,
+    "simulate": LauncherOptions,
 }
 KINDS = tuple(_TYPES)
 
@@ -144,7 +119,9 @@ def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
         raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(KINDS)}")
     options = validated(_TYPES[kind], dict(values), "launcher")
     if isinstance(options, SlurmOptions):
-        for group, flags in options.flag_maps.items():
+        maps = {name: getattr(options, name) for name in ("sbatch", "srun", "report_sbatch")}
+        maps |= {f"queues.{size}": flags for size, flags in options.queues.items()}
+        for group, flags in maps.items():
             for name, value in flags.items():
                 is_tasks = dashed(name) == "ntasks-per-node" and (group, value) != ("sbatch", False)
                 if is_tasks or dashed(name) in OWNED:
@@ -182,12 +159,9 @@ def seconds_of(limit: Flag) -> float | None:
         return None
     days, *rest = parts.groups()
     numbers = [int(part) for part in rest if part is not None]
-    if days is not None:  # D-HH[:MM[:SS]]
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:  # MM[:SS]
-        hours, minutes, seconds = 0, *[*numbers, 0][:2]
+    if days is None and len(numbers) < 3:  # MM[:SS], and else [D-]HH[:MM[:SS]]
+        numbers = [0, *numbers]
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 

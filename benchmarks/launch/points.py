@@ -18,20 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.records.environment import read_code
-from benchmarks.records.record import (
-    RecordError,
-    RunRecord,
-    find_records,
-    read_record,
-    write_atomically,
-)
-from benchmarks.records.recorded_spec import read_spec
+from benchmarks.launch.attempt import launched_code
+from benchmarks.records.record import RunRecord, write_atomically
+from benchmarks.records.recorded_spec import read_records
 from benchmarks.records.same_run import same_run
 from benchmarks.report.searches import best_of
 from benchmarks.specification import SpecError
@@ -108,7 +101,7 @@ def still_to_run(
         ]
         fine = [record for record in alike if record.status == "ok"]
         runs = Counter(map(same_run, fine))
-        todays = [record for record in fine if record.code_digest == _code().digest]
+        todays = [record for record in fine if record.code_digest == launched_code().digest]
         newest = max(todays, key=attrgetter("started_at"), default=None)
         successes = runs[same_run(newest)] if newest else 0
         successes = max([n for n in runs.values() if n >= repeats], default=successes)
@@ -135,13 +128,7 @@ def still_to_run(
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
     """The readable records of a spec, oldest first; ``benchmarks.status`` lists unreadable ones."""
-    for path in find_records([runs_dir / spec.spec_id]):
-        try:
-            record = read_record(path)
-            read_spec(record.spec)
-        except RecordError:
-            continue
-        yield record
+    return read_records([runs_dir / spec.spec_id], [])
 
 
 def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, str, float]:
@@ -152,7 +139,8 @@ def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, 
     no prices; then the planner's simple rules apply. Raises InfeasibleError if no plan fits the
     device's memory, or for what the trainer cannot run, unless it is to be ``simulated``.
     """
-    knobs = spec.contender if simulated else CONTENDERS[spec.contender.name].as_run(spec.contender)
+    contender = CONTENDERS[spec.contender.name]
+    knobs = spec.contender if simulated else contender.as_run(spec.contender)
     if spec.microbatch_size != "auto" and not any_auto(spec.contender):
         return spec, "", 0.0
     if not is_priced(spec.cluster, spec.precision):
@@ -162,7 +150,7 @@ def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, 
         [asdict(spec.task), asdict(spec.contender), spec.microbatch_size],  # type: ignore[call-overload]
         sort_keys=True,
     )
-    digest = hashlib.sha256((_code().digest + question).encode()).hexdigest()
+    digest = hashlib.sha256((launched_code().digest + question).encode()).hexdigest()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(home) / "zeropp" / "plans" / f"{digest[:32]}.json"
     choice, source = _read(path), "remembered"
@@ -172,14 +160,11 @@ def with_best_plan(spec: RunSpec, *, simulated: bool = False) -> tuple[RunSpec, 
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(choice))
     where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
-    label = CONTENDERS[spec.contender.name].label
-    line = f"auto: {label}, {where}: {choice['words']} ({source})"
+    line = f"auto: {contender.label}, {where}: {choice['words']} ({source})"
     asked = {name: value for name, value in asdict(spec.contender).items() if value != "auto"}  # type: ignore[call-overload]
-    knobs = knobs_from(
-        choice["knobs"] | asked
-    )  # a unit that the planner cuts stays as it was asked
-    spec = replace(spec, contender=knobs, microbatch_size=choice["microbatch_size"])
-    return spec, line, choice["gap"]
+    # A unit that the planner cuts stays as it was asked.
+    knobs, size = knobs_from(choice["knobs"] | asked), choice["microbatch_size"]
+    return replace(spec, contender=knobs, microbatch_size=size), line, choice["gap"]
 
 
 def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
@@ -193,20 +178,21 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
         runner_up=False,
         budget_s=_BUDGET_S,
     )
-    outcome = best.outcome
-    if outcome.winner is None:
+    outcome, winner = best.outcome, best.outcome.winner
+    if winner is None:
         spec.plan()  # if a fixed value is the reason, the planner's message says so
         gib, margin = spec.cluster.device.usable_bytes / 2**30, spec.task.memory_margin
         opened = [name for name, value in vars(spec.contender).items() if value == "auto"]
-        none = "no choice for what is auto fits"
-        if not outcome.is_complete:
-            none = "the search has ended, and has found nothing that fits"
+        none = (
+            "no choice for what is auto fits"
+            if outcome.is_complete
+            else "the search has ended, and has found nothing that fits"
+        )
         raise InfeasibleError(
             f"contender={spec.contender.name}: {none} {spec.num_gpus} x {gib:.1f} GiB with "
             f"{margin:.0%} of its price to spare (use more GPUs, or set "
             f"{', '.join(opened) or 'microbatch_size'} to run it all the same)"
         )
-    winner = outcome.winner
     speed = winner.result.tokens_per_s_per_gpu
     choice = {
         "knobs": asdict(winner.candidate.knobs),
@@ -217,9 +203,6 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
     pruned = outcome.rejected[SLOWER]
     ended = f"the best plan ({outcome.simulated:,} simulated, {pruned:,} pruned by their bounds)"
     return choice, ended if outcome.is_complete else f"{ended} until time was up"
-
-
-_code = lru_cache(partial(read_code, ask_git=False))  # any change of it makes a new search
 
 
 def _read(path: Path) -> dict[str, Any] | None:

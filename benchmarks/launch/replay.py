@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.launch.options import ReplayOptions
+from benchmarks.launch.options import LauncherOptions
 from benchmarks.launch.points import Point
 from benchmarks.launch.running import (
     Sweep,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from zeropp.types.training import OptimizerConfig
 
 
-def check(points: Sequence[Point], options: ReplayOptions, sweep: Sweep) -> None:
+def check(points: Sequence[Point], options: LauncherOptions, sweep: Sweep) -> None:
     """Raise SpecError for points that have no price."""
     check_once(options.kind, sweep)
     for point in points:
@@ -52,7 +52,7 @@ def check(points: Sequence[Point], options: ReplayOptions, sweep: Sweep) -> None
 
 
 def launch(
-    points: Sequence[Point], options: ReplayOptions, runs_dir: Path, progress: SweepProgress
+    points: Sequence[Point], options: LauncherOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Replay every point and write its record."""
     return one_by_one(

@@ -79,10 +79,10 @@ def without_ranks(
     return write_unstarted(point.spec, runs_dir, header, ending, **fields)
 
 
-def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) -> RunRecord:
-    """Record a point that cannot run."""
-    header = new_header(options.kind, variant=options.variant)
-    write = partial(write_unstarted, point.spec, runs_dir, header, Ending("infeasible", reason))
+def refuse(point: Point, options: LauncherOptions, runs_dir: Path, ending: Ending) -> RunRecord:
+    """Record a point that ends before a rank is started."""
+    header = new_header(options.kind, point.plan, options.variant)
+    write = partial(write_unstarted, point.spec, runs_dir, header, ending)
     return or_unwritten(point.spec, options.kind, write)
 
 

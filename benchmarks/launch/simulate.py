@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.launch.attempt import Ending, new_header, plan_summary, write_unstarted
-from benchmarks.launch.options import SimulateOptions
+from benchmarks.launch.options import LauncherOptions
 from benchmarks.launch.points import Point
 from benchmarks.launch.running import Sweep, SweepProgress, check_once, one_by_one
 from benchmarks.records.record import RunRecord
@@ -25,7 +25,7 @@ from zeropp.price.simulator import simulate
 MOST_SPANS = 20_000  # most spans of a timeline that a record keeps
 
 
-def check(points: Sequence[Point], options: SimulateOptions, sweep: Sweep) -> None:
+def check(points: Sequence[Point], options: LauncherOptions, sweep: Sweep) -> None:
     """Raise SpecError if a device's peak is not known for the precision."""
     check_once(options.kind, sweep)
     for point in points:
@@ -38,7 +38,7 @@ def settle(runs_dir: Path) -> dict[str, str]:
 
 
 def launch(
-    points: Sequence[Point], options: SimulateOptions, runs_dir: Path, progress: SweepProgress
+    points: Sequence[Point], options: LauncherOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Price every point and write its record."""
     price = partial(_price, runs_dir=runs_dir, progress=progress)
@@ -53,10 +53,11 @@ def _price(point: Point, runs_dir: Path, progress: SweepProgress) -> RunRecord:
     plan = replace(point.plan, memory=result.memory)
     ending, limit = Ending("ok"), spec.cluster.device.usable_bytes
     if not result.fits(limit):
-        host = max(memory.host for memory in result.memory)
-        of, peak, available = "the device", result.peak_bytes, float(limit)
-        if peak <= limit:
-            of, peak, available = "its host", host, result.price.host_limit
+        of, peak, available = (
+            ("the device", result.peak_bytes, float(limit))
+            if result.peak_bytes > limit
+            else ("its host", max(m.host for m in result.memory), result.price.host_limit)
+        )
         words = f"predicted peak {peak / 2**30:.1f} GiB, {of} has {available / 2**30:.1f}"
         ending = Ending("oom", f"{words} for tensors")
     found = {"words": describe(plan), "gap": point.gap}

@@ -18,7 +18,7 @@ from typing import Any, Protocol, get_args
 from filelock import FileLock, Timeout
 
 from benchmarks.launch import local, replay, simulate, trace
-from benchmarks.launch.attempt import PROVENANCE
+from benchmarks.launch.attempt import PROVENANCE, Ending
 from benchmarks.launch.options import LauncherOptions, SlurmOptions, read_launcher_options
 from benchmarks.launch.points import Point, Rerun, plan_point, records_of, still_to_run
 from benchmarks.launch.running import (
@@ -41,8 +41,10 @@ from benchmarks.specification.command import check_writable
 from benchmarks.specification.run_spec import RunSpec, is_priced, spec_from_mapping
 from zeropp.price import simulator
 
-_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "study", "verdict", "today"}
-_RUN_KEYS |= {"sequences_per_gpu", "repeats", "retries", "points"}
+_RUN_KEYS = {
+    *("launcher", "runs_dir", "report_dir", "rerun", "study", "verdict", "today"),
+    *("sequences_per_gpu", "repeats", "retries", "points"),
+}
 _SPEC_KEYS = {field.name for field in fields(RunSpec)}
 # Launchers that share the lock of the runs folder. Ranks of two sweeps on one machine would spoil
 # each other's timings; two submissions, or a submission beside a local sweep, which has begun only
@@ -286,7 +288,7 @@ def _launch_missing(group: list[Point], options: LauncherOptions, sweep: Sweep) 
     if not options.dry_run:
         for point in todo:
             if point.plan is None:
-                refuse(point, options, sweep.runs_dir, point.reason)
+                refuse(point, options, sweep.runs_dir, Ending("infeasible", point.reason))
     feasible = [point for point in todo if point.plan is not None]
     named = differences([flat_spec(point.spec.to_dict()) for point in feasible])
     for point, words in zip(feasible, named, strict=True) if options.dry_run else ():
@@ -319,12 +321,8 @@ def _by_launcher(
 ) -> list[tuple[LauncherOptions, list[Point]]]:
     """Points grouped by equal launcher options, with equal points only once. Raises SpecError for
     an unknown launcher or option."""
-    groups: list[tuple[dict[str, Any], LauncherOptions, dict[str, Point]]] = []
+    groups: dict[str, tuple[LauncherOptions, dict[str, Point]]] = {}
     for point, config in zip(points, configs, strict=True):
-        values = config["launcher"]
-        same = next((group for known, _, group in groups if known == values), None)
-        if same is None:
-            same = {}
-            groups.append((values, read_launcher_options(values), same))
-        same.setdefault(point.spec.spec_id, point)
-    return [(options, list(group.values())) for _, options, group in groups]
+        options = read_launcher_options(config["launcher"])
+        groups.setdefault(str(options), (options, {}))[1].setdefault(point.spec.spec_id, point)
+    return [(options, list(group.values())) for options, group in groups.values()]

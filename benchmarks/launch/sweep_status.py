@@ -36,8 +36,8 @@ from benchmarks.launch.slurm.submissions import (
     read_view,
 )
 from benchmarks.records.events import of_kind, rank_file, read_events
-from benchmarks.records.record import RecordError, RunRecord, Status, find_records, read_record
-from benchmarks.records.recorded_spec import check_key, differences, flat_spec
+from benchmarks.records.record import RunRecord, Status
+from benchmarks.records.recorded_spec import check_key, differences, flat_spec, read_records
 
 UNDER_WAY = ("running", "suspended", "waiting", "unseen")
 ENDED_WELL = ("ok", "infeasible")
@@ -164,7 +164,6 @@ def _queued(point: SubmittedPoint, job: QueuedJob) -> PointStatus:
 
 def _recorded(record: RunRecord, point: Path) -> PointStatus:
     log = point / record.record_id.split("/")[1] / "rank_000.log"
-    slurm = record.slurm
     ended = datetime.now(UTC) - datetime.fromisoformat(record.ended_at)
     return PointStatus(
         spec_id=record.spec_id,
@@ -172,21 +171,16 @@ def _recorded(record: RunRecord, point: Path) -> PointStatus:
         evidence=" ".join(filter(None, [record.provenance, record.variant])),
         ended=f"{_words(ended.total_seconds())} ago",
         detail=record.reason,
-        job=str(slurm.get("job", "")),
-        nodes=str(slurm.get("nodes", "")),
-        log=next((str(p) for p in (log, Path(slurm.get("log", "/-"))) if p.exists()), ""),
+        job=str(record.slurm.get("job", "")),
+        nodes=str(record.slurm.get("nodes", "")),
+        log=next((str(p) for p in (log, Path(record.slurm.get("log", "/-"))) if p.exists()), ""),
     )
 
 
 def _newest(point: Path, notes: list[str]) -> RunRecord | None:
     """The record to show: of those with the newest record's kind of evidence, a success if there is
     one, else the newest. Unreadable ones become notes."""
-    records = []
-    for path in find_records([point]) if point.exists() else ():
-        try:
-            records.append(read_record(path))
-        except RecordError as error:
-            notes.append(str(error))
+    records = [*read_records([point], notes)]
     newest = max(records, key=lambda record: record.ended_at, default=None)
     if newest is None:
         return None

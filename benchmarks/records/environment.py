@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,8 @@ def capture_environment() -> dict[str, Any]:
 
     versions = {}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),

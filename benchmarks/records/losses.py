@@ -51,8 +51,7 @@ def apart_from_others(runs: Sequence[Losses]) -> dict[int, str]:
     What is right is the median of the contenders that trained the same, each by the median of its
     runs. Which of two that differ is wrong is not known, and both are named.
     """
-    of: defaultdict[str, defaultdict[str, list[Sequence[float]]]]
-    of = defaultdict(lambda: defaultdict(list))
+    of = defaultdict[str, defaultdict[str, list[Sequence[float]]]](lambda: defaultdict(list))
     for run in runs:
         of[run.trained][run.contender].append(run.values)
     medians = {t: {name: _medians(values) for name, values in by.items()} for t, by in of.items()}

@@ -26,18 +26,16 @@ def model_tflops_per_gpu(spec: RecordedSpec | RunSpec, step_s: float) -> float |
     counted as not causal (``zeropp.price.model_flops_per_token``). None if a size of the model is
     not known."""
     shape = spec.model if isinstance(spec.model, ModelShape) else spec.model.shape
-    if shape is None:
-        return None
-    return tokens_per_s_per_gpu(spec, step_s) * model_flops_per_token(shape) / 1e12
+    rate = tokens_per_s_per_gpu(spec, step_s)
+    return None if shape is None else rate * model_flops_per_token(shape) / 1e12
 
 
 def mfu(spec: RecordedSpec | RunSpec, step_s: float) -> float | None:
     """Model FLOP/s divided by the device's dense peak at the run's precision (arXiv 2204.02311,
     appendix B); None if either is not known."""
     reached = model_tflops_per_gpu(spec, step_s)
-    if reached is None:
-        return None
-    return share_of_peak(spec.cluster.device, spec.precision, reached)
+    device, precision = spec.cluster.device, spec.precision
+    return None if reached is None else share_of_peak(device, precision, reached)
 
 
 def share_of_peak(device: Device | RecordedDevice, precision: str, tflops: float) -> float | None:

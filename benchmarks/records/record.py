@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 
@@ -20,7 +20,7 @@ from zeropp.types.timeline import Provenance
 
 # Records of other schemas are refused. A new field has a default and needs no new number; one that
 # is renamed, or whose unit or meaning changes, does.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 BLIND = 0.5  # an update whose limit is a larger share of it counts as not compared by the gate
 
 Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted", "lost"]
@@ -120,7 +120,7 @@ class GateResult:
 class RunRecord:
     """One attempt, with its raw samples; statistics are computed when it is read."""
 
-    schema_version: int
+    schema_version: Literal[1]
     record_id: str  # spec_id/attempt
     spec_id: str
     spec: dict[str, Any]
@@ -197,32 +197,14 @@ def _temporary_beside(path: Path, text: str) -> Iterator[Path]:
 def read_record(path: Path) -> RunRecord:
     """Read one record; raises RecordError, which names the file, if it cannot be read."""
     try:
-        text = path.read_bytes()
-        record = adapter(RunRecord).validate_json(text)
+        return adapter(RunRecord).validate_json(path.read_bytes())
     except OSError as error:
         raise RecordError(f"{path}: not readable ({error})") from None
     except ValidationError as error:
-        raise RecordError(f"{path}: {_unreadable(text, error)}") from None
-    if record.schema_version != SCHEMA_VERSION:
-        raise RecordError(f"{path}: {_other_version(record.schema_version)}")
-    return record
-
-
-def _unreadable(text: bytes, error: ValidationError) -> str:
-    """Why a text is no record: it is not JSON, has another schema version, or a field is wrong."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as cut:
-        return f"not readable as JSON ({cut})"
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != SCHEMA_VERSION:
-        return _other_version(version)
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-
-
-def _other_version(version: object) -> str:
-    return f"schema version {version!r}, but this suite reads {SCHEMA_VERSION}"
+        first = error.errors(include_url=False)[0]  # of another schema: its number
+        field = ".".join(map(str, first["loc"])) or "not readable as JSON"
+        value = str(first["input"])[:40]
+        raise RecordError(f"{path}: {field}: {first['msg']} (it is {value})") from None
 
 
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:

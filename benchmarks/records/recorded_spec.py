@@ -9,12 +9,13 @@ may come and go without a new schema.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from benchmarks.records.record import RecordError
+from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
 from benchmarks.specification import GATE_TOLERANCE, SpecError
 from benchmarks.specification.reading import validated
 from zeropp.types.literals import Auto
@@ -92,6 +93,19 @@ def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
         return validated(RecordedSpec, values, "spec")
     except SpecError as error:
         raise RecordError(str(error)) from None
+
+
+def read_records(roots: Iterable[Path], problems: list[str]) -> Iterator[RunRecord]:
+    """The records below the roots whose specification can be read, too; ``problems`` get a line per
+    file that is none."""
+    for path in find_records(roots):
+        try:
+            record = read_record(path)
+            read_spec(record.spec)
+        except RecordError as error:
+            problems.append(f"{path}: {str(error).removeprefix(f'{path}: ')}")
+        else:
+            yield record
 
 
 def flat_spec(spec: Mapping[str, Any], above: str = "") -> dict[str, str]:

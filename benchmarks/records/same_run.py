@@ -21,16 +21,8 @@ from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
 
 _RESULTS = (
-    *(
-        "status",
-        "reason",
-        "interrupted",
-        "gate",
-        "losses",
-        "grad_norms",
-        "loss_error",
-        "loss_steps",
-    ),
+    *("status", "reason", "interrupted", "gate", "losses", "grad_norms"),
+    *("loss_error", "loss_steps"),
     *("warmup_s", "step_s", "spans", "span_clock", "predicted", "notes"),
 )
 CANNOT_MATTER = {  # of a record, of a rank's environment, and of its variables
@@ -50,8 +42,11 @@ CANNOT_MATTER = {  # of a record, of a rank's environment, and of its variables
     **dict.fromkeys(("CUDA_CACHE_PATH", "NCCL_DEBUG_FILE"), "a folder or a file of the job"),
 }
 # The kind of machine, under these names; all else of an environment is that of its software.
-_MACHINE = {"device": "device", "device_memory_gib": "device_memory_gib", "cpu": "processor"}
-_MACHINE |= {"cpu_count": "cores", "hosts": "hosts", "OMP_NUM_THREADS": "OMP_NUM_THREADS"}
+_MACHINE = {
+    **{name: name for name in ("device", "device_memory_gib", "hosts", "OMP_NUM_THREADS")},
+    "cpu": "processor",
+    "cpu_count": "cores",
+}
 
 # What a record lacks that is older than a field had this value.
 _DEFAULTS = flat_spec(

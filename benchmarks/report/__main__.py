@@ -32,7 +32,6 @@ def main() -> int:
     if arguments.tensorboard or arguments.wandb:
         from benchmarks.report.trackers import to_tensorboard, to_wandb
 
-        sent = 0
         if arguments.tensorboard:
             sent = to_tensorboard(runs, arguments.tensorboard)
             print(f"{sent} records as runs in {arguments.tensorboard}")
@@ -120,8 +119,12 @@ def _parser() -> CommandParser:
         choices=list(TABLES),
         help="write this table only, as CSV, Parquet, Markdown, LaTeX, HTML",
     )
-    base = "speed-ups are over this contender (%(default)s)"
-    add("--base", default=DEFAULTS.base, metavar="CONTENDER", help=base)
+    add(
+        "--base",
+        default=DEFAULTS.base,
+        metavar="CONTENDER",
+        help="speed-ups are over this contender (%(default)s)",
+    )
     add(
         "--against",
         default="",

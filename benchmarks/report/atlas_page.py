@@ -144,10 +144,8 @@ def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
     is_whole = rows["contender"].isin(_WHOLE)
     programs, speed = rows["contender"].map(program_label), rows["tokens_per_s_per_gpu"]
     gaps = rows["gap"].fillna(float("inf")) if "gap" in rows else 0.0 * speed
-    out: dict[str, Any] = {"fastest": speed.max(), "bound": False, "cut": False}
-    out["one_program"] = False
-    everybody = programs == programs
-    groups = {"without": everybody, "without_fsdp": programs != "Megatron-FSDP"}
+    out: dict[str, Any] = {"fastest": speed.max()}
+    groups = {"without": programs.notna(), "without_fsdp": programs != "Megatron-FSDP"}
     for name, own in (groups | {"core": programs == "Megatron-Core"}).items():
         having, lacking = own & (has_tp | is_whole), own & ~has_tp
         best = speed[having].max() if having.any() else 0.0
@@ -158,10 +156,9 @@ def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
             two = rows.index.isin([speed[of].idxmax() for of in (having, lacking) if of.any()])
             out["cut"] = bool((gaps[two] > MOST_GAP).any())
             out["one_program"] = programs[two].nunique() == 1
-    for name in ("Megatron-Core", "FSDP2"):
-        over = speed[programs == "ZeroPP"].max() / speed[programs == name].max()
-        out[f"over_{name}"] = over
-    return out
+    others = ("Megatron-Core", "FSDP2")
+    of_zeropp = speed[programs == "ZeroPP"].max()
+    return out | {f"over_{name}": of_zeropp / speed[programs == name].max() for name in others}
 
 
 def answers(rows: pd.DataFrame, measured: Callable[[dict[Any, Any]], str]) -> dict[str, str]:
@@ -221,13 +218,12 @@ def _case(row: dict[Any, Any]) -> dict[str, Any]:
     if row["status"] != "ok":
         return line | {"text": f"{line['contender']}\n{row['reason']}", "plan": "", "command": ""}
     speed, reach = row["tokens_per_s_per_gpu"], sqrt(factor(one_program=False))
-    numbers = f"{speed:,.0f} tokens/s/GPU, MFU {row['mfu']:.0%}, "
-    numbers += f"{row['peak_gib']:.0f} of {row['memory_limit_gib']:.0f} GiB"
+    memory = f"{row['peak_gib']:.0f} of {row['memory_limit_gib']:.0f} GiB"
     return line | {
         "speed": round(speed, 1),
         "low": round(speed / reach, 1),
         "high": round(speed * reach, 1),
-        "text": f"{line['contender']}\n{numbers}",
+        "text": f"{line['contender']}\n{speed:,.0f} tokens/s/GPU, MFU {row['mfu']:.0%}, {memory}",
         "plan": _folded(row["source"]["plan"].get("words") or row["layout"]),
         "command": _folded(_command(row)),
     }

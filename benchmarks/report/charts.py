@@ -28,8 +28,10 @@ from benchmarks.report import DEFAULTS, Options, display, style
 from benchmarks.report.frame import CELL, best_configuration, best_or_failed, ranges
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
-PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
-PANEL += ["setting", "machine", "environment"]
+PANEL = [
+    *("evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"),
+    *("setting", "machine", "environment"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +124,13 @@ def throughput_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
         if group["tokens_per_s_per_gpu"].notna().any():
             worker = display.worker_word(group)
             panels, left_out = _drawn(group)
+            draw = partial(_bars, column="tokens_per_s_per_gpu", form=display.tokens)
             yield Picture(
                 name=f"throughput_{suffix}",
                 caption=f"Tokens per second and {worker}, {evidence}"
                 + f": medians; {ranges(group)}" * evidence.startswith("measured")
                 + f".{left_out}",
-                figure=_panels(panels, _THROUGHPUT, f"tokens/s/{worker}"),
+                figure=_panels(panels, draw, f"tokens/s/{worker}"),
                 shown=style.shown(pd.concat(panels)) + left_out,
             )
 
@@ -211,9 +214,6 @@ def _bars(axis: Axes, rows: pd.DataFrame, *, column: str, form: display.Form) ->
     axis.set_ylim(bottom=0)
 
 
-_THROUGHPUT = partial(_bars, column="tokens_per_s_per_gpu", form=display.tokens)
-
-
 def _text(value: float, status: object, form: display.Form) -> str:
     """The number above a bar, or a word such as ``OOM`` if there is no bar."""
     if not np.isnan(value):
@@ -228,8 +228,7 @@ def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
         return None
     low, high = rows[f"{column}_low"], rows[f"{column}_high"]
     ends = np.array([rows[column] - low, high - rows[column]], dtype=float)
-    distances: np.ndarray = np.nan_to_num(np.maximum(ends, 0.0))
-    return distances
+    return np.nan_to_num(np.maximum(ends, 0.0))  # type: ignore[no-any-return]
 
 
 _SERIES = ["parameters", "model", "seq", "precision", "setting", "environment", "kind"]
@@ -270,8 +269,8 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
             has_flops = drawn["model_tflops_per_gpu"].notna().any() and not drawn["on_cpu"].all()
             lines = ["tokens/s", *["model PFLOP/s"] * bool(has_flops), "efficiency [%]"]
             flops = " and model PFLOP/s" * bool(has_flops)
-            more = f" {series.ngroups - len(kept)} more series are left out."
-            more *= series.ngroups > len(kept)
+            left_out = series.ngroups - len(kept)
+            more = f" {left_out} more series are left out." * (left_out > 0)
             for first in range(0, len(kept), style.COLUMNS):
                 yield Picture(
                     name=f"scaling_{kind}_{suffix}",
@@ -361,16 +360,15 @@ def _loss_curves(groups: list[pd.DataFrame]) -> Figure:
         base, far = np.asarray(lines[0]["losses"]), list[tuple[float, float, str, str]]()
         for number, row in enumerate(lines):
             losses = np.asarray(row["losses"])
-            look = style.line(row["contender"]) | {"markevery": (number % 4, 4), "markersize": 5}
-            colour = style.colour(row["contender"])
-            look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # the first is widest
+            width = 1 + 1.5 * (len(lines) - number) / len(lines)  # the first is widest
+            look = style.line(row["contender"]) | {"markersize": 5, "linewidth": width}
             steps = np.arange(1, len(losses) + 1)
-            upper.plot(steps, losses, alpha=0.8, **look)
+            upper.plot(steps, losses, alpha=0.8, markevery=(number % 4, 4), **look)
             shared = min(len(base), len(losses))
             error = np.abs(losses[:shared] - base[:shared]) / base[:shared]
             if number:
-                lower.plot(steps[:shared], error, **(look | {"markevery": 1, "markersize": 3}))
-                far.append((float(shared), float(error[-1]), _name(row), colour))
+                lower.plot(steps[:shared], error, **(look | {"markersize": 3}))
+                far.append((float(shared), float(error[-1]), _name(row), look["color"]))
         upper.set_title(panel_title(panel, drawn))
         lower.set_title(f"distance from {_name(lines[0])}", loc="right", fontsize=8)
         lower.set_ylim(bottom=0)

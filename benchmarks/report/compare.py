@@ -103,8 +103,8 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     old, new = (
         {_key(row, left_out): row for row in frame.to_dict("records")} for frame in (before, after)
     )
-    shown = ["contender", "layout", *(key for key in CELL if key not in KEPT_APART)]
-    shown = [key for key in shown if key not in different]
+    apart = {*KEPT_APART, *different}
+    shown = [key for key in ("contender", "layout", *CELL) if key not in apart]
     told = [*dict.fromkeys([*varied(before), *varied(after)])]
     if not old.keys() & new.keys():
         return pd.DataFrame()
@@ -115,8 +115,8 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
         assert either is not None
         line = {name: either[name] for name in shown}
         line |= {name: either["settings"].get(name) for name in told if name not in different}
-        line |= {"on_cpu": either["on_cpu"], "default_degrees": False}
-        line |= {"ratio": np.nan, "memory_ratio": np.nan, "was": first["status"] if first else ""}
+        line |= {"on_cpu": either["on_cpu"], "default_degrees": False, "ratio": np.nan}
+        line |= {"memory_ratio": np.nan, "was": first["status"] if first else ""}
         if first is None or last is None:
             line["verdict"] = "only before" if last is None else "only after"
         else:

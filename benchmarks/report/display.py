@@ -132,8 +132,8 @@ def memory_unit(gib: Iterable[float]) -> Unit:
 
 def flops_unit(tflops: Iterable[float]) -> Unit:
     """TFLOP/s, or GFLOP/s if all values (TFLOP/s, NaN if not known) are below 1 TFLOP/s."""
-    large = _reaches_one(tflops)
-    return Unit("TFLOP/s", 1.0, _rounded) if large else Unit("GFLOP/s", 1000.0, _rounded)
+    name, scale = ("TFLOP/s", 1.0) if _reaches_one(tflops) else ("GFLOP/s", 1000.0)
+    return Unit(name, scale, _rounded)
 
 
 def _reaches_one(values: Iterable[float]) -> bool:

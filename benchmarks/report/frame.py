@@ -47,13 +47,17 @@ from zeropp.types.timeline import timeline_from_rows
 pd.set_option("mode.string_storage", "python")  # rows are read one by one, for which Arrow is slow
 
 # Knobs that the text of a configuration shows in a form of their own, or under a shorter name.
-_NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
-_NAMED |= {"schedule", "recompute", "sequence_parallel"}
+_NAMED = {
+    *("name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"),
+    *("schedule", "recompute", "sequence_parallel"),
+}
 _SHORT = {"activation_cap": "cap", "reduce_every": "reduce"}
 _RULES = {"prefetch": 1, "gradient_parts": 1}  # what simple rules make of ``auto``
 # Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
-_DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
-_DEGREES += ("activation_cap", "schedule", "sequence_parallel", "recompute")
+_DEGREES = (
+    *("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit"),
+    *("activation_cap", "schedule", "sequence_parallel", "recompute"),
+)
 
 
 def default_knobs(contender: str) -> dict[str, Any]:
@@ -112,8 +116,10 @@ def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
 
 
 # Keys with columns of their own, and in the last line those of a configuration.
-_OWN = ["model", "cluster", "num_gpus", "global_batch", "model.seq", "precision"]
-_OWN += ["contender", "microbatch_size"]
+_OWN = [
+    *("model", "cluster", "num_gpus", "global_batch", "model.seq", "precision"),
+    *("contender", "microbatch_size"),
+]
 
 
 def has_default_degrees(spec: RecordedSpec) -> bool:
@@ -333,12 +339,11 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     kept = ranked.drop_duplicates(keys, keep="last").drop(columns="_ok")
     others = ranked.loc[ranked.index.difference(kept.index, sort=False)]
     others = others[~others["_ok"]].set_index(keys)
-    unsuccessful: dict[Any, list[dict[Any, Any]]] = {}
+    unsuccessful: dict[Any, Any] = {}
     for key, attempt in zip(others.index, others[_ATTEMPT].to_dict("records"), strict=True):
         unsuccessful.setdefault(key, []).append(attempt)
-    named = [*kept[keys].itertuples(index=False, name=None)]
-    lists: list[Any] = [unsuccessful.get(key, []) for key in named]
-    kept = kept.assign(unsuccessful=lists)
+    named = kept[keys].itertuples(index=False, name=None)
+    kept = kept.assign(unsuccessful=[unsuccessful.get(key, []) for key in named])
     return in_order(_told_apart(with_repeats(kept, frame, keys).reset_index(drop=True)))
 
 
@@ -425,9 +430,8 @@ _RATES = ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
 
 def ranges(rows: pd.DataFrame) -> str:
     """What the ranges of measured ``rows`` are, in words for a caption."""
-    if (rows["runs"] > 1).any():
-        return "95 % of next runs are in the ranges"
-    return "ranges are 95 % intervals"
+    has_repeats = (rows["runs"] > 1).any()
+    return "95 % of next runs are in the ranges" if has_repeats else "ranges are 95 % intervals"
 
 
 def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:

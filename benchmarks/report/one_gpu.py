@@ -24,7 +24,7 @@ from benchmarks.records.lone import LONE, LoneRank, read_files, read_lone
 from benchmarks.records.record import BLIND
 from benchmarks.report import display
 from benchmarks.report.table import Column, Table, print_table, table
-from benchmarks.report.write import ReportPaths, print_paths, write_tables
+from benchmarks.report.write import ReportPaths, finished, write_tables
 from benchmarks.specification.run_spec import is_priced
 from zeropp.choose.contender import describe
 from zeropp.price import price_plan
@@ -88,8 +88,7 @@ def write_one_gpu(folder: Path, out: Path, console: Console | None = None) -> Re
     for each in tables:
         print_table(each, console)
     names = write_tables("one_gpu", tables, out)
-    print_paths(names, out, console)
-    return ReportPaths([out / name for name in names], failed)
+    return finished(names, out, failed, console)
 
 
 def one_gpu_tables(folder: Path) -> list[Table]:

@@ -65,9 +65,7 @@ def opponents_table(program: str) -> str:
 def moved_table(variants: Path, plans: Path) -> str:
     """How far each searched variant moves the median of ZeroPP's speed over its row's, with one
     sequence per GPU and with four or more, from the tables of ``benchmarks.evidence.variants`` and
-    of the verdict; a sentence if there is no such table."""
-    if not variants.exists():
-        return "Not searched yet."
+    of the verdict."""
     cell = ["model", "cluster", "num_gpus", "global_batch"]
     best = pd.read_csv(plans).query("mode == 'best' and bandwidth == 1")
     steps = {str(name): rows.set_index(cell)["step_s"] for name, rows in best.groupby("contender")}

@@ -35,8 +35,10 @@ SPEEDUP = Column("speedup", "speed-up", form=display.ratio, interval=True, unset
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
 MAX_LINES = 16  # of a map, or bars of a figure with several panels; the table has all
 _LABEL_LETTERS, _TITLE_LETTERS = 40, 52  # of a line of a label and of a title of a panel
-_PAIR = ["speedup", "speedup_low", "speedup_high", "speedup_unsettled", "memory_ratio"]
-_PAIR += ["base_record", "base_status"]
+_PAIR = [
+    *("speedup", "speedup_low", "speedup_high", "speedup_unsettled", "memory_ratio"),
+    *("base_record", "base_status"),
+]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
 
 
@@ -75,10 +77,10 @@ def over_bases(
     by_key = {tuple(base[key] for key in keys): base for base in bases}
     lines = []
     for row in rows:
-        fields: dict[str, Any] = {"speedup": math.nan, "speedup_unsettled": ""}
         base = by_key.get(tuple(row[key] for key in keys), {})
-        fields |= {"base_record": base.get("record_id"), "base_status": base.get("status")}
-        lines.append(row | fields | (speedup_of(row, base) if base else {}))
+        named = {"base_record": base.get("record_id"), "base_status": base.get("status")}
+        none = {"speedup": math.nan, "speedup_unsettled": ""}
+        lines.append(row | named | (speedup_of(row, base) if base else none))
     return lines
 
 
@@ -243,8 +245,8 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         replace(first, instead="status"),
         *others,
     )
-    over = f"Speed-up over {display.contender_label(options.base)}. "
-    over *= bool(compared["speedup"].notna().any()) and SPEEDUP in metrics
+    has_speedups = SPEEDUP in metrics and bool(compared["speedup"].notna().any())
+    over = f"Speed-up over {display.contender_label(options.base)}. " * has_speedups
     peak = f"{memory.name}: peak of the fullest {worker}."
     caption = (over + peak * any(c.name == "peak_gib" for c in metrics)).strip()
     if (runs := rows.loc[rows["runs"] > 1, "runs"]).size:

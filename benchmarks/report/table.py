@@ -239,9 +239,7 @@ def markdown_table(
 
 
 def _group_names(grid: Grid) -> list[str]:
-    if not grid.groups:
-        return [""] * len(grid.heads)
-    return [name for name, span in grid.groups for _ in range(span)]
+    return [name for name, span in grid.groups for _ in range(span)] or [""] * len(grid.heads)
 
 
 def latex(grids: Sequence[Grid]) -> str:

@@ -346,8 +346,9 @@ def scaling_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     for _, cell in best_or_failed(rows).groupby(CELL, sort=False, dropna=False):
         first, fastest = cell.iloc[0], cell.iloc[cell["model_tflops_per_gpu"].fillna(0.0).argmax()]
         sizes = first["source"]["spec"]["model"]
-        line = {name: first[name] for name in ("evidence", "model", "cluster", *_SAME[2:])}
-        line["on_cpu"] = first["on_cpu"]
+        line = {
+            name: first[name] for name in ("evidence", "model", "cluster", "on_cpu", *_SAME[2:])
+        }
         line |= {name: sizes.get(name, math.nan) for name in ("heads", "hidden", "layers")}
         line |= {name: first[name] for name in display.varied(rows) if name not in _SIZES}
         line |= dict(zip(cell["contender"], cell["model_tflops_per_gpu"], strict=True))

@@ -21,21 +21,13 @@ from benchmarks.specification.contenders import PRICED
 from zeropp.schedule.program import Action, Op, parse_action
 from zeropp.types.timeline import Span, Timeline, timeline_from_rows
 
-_COLOURS = {
-    Op.FORWARD: "#56B4E9",
-    Op.BACKWARD_INPUT: "#E69F00",
-    Op.BACKWARD_WEIGHT: "#009E73",
-    Op.FULL_BACKWARD: "#D55E00",
-    Op.REDUCE_TIED: "#882255",
-    Op.UPDATE: "#666666",
-}
-_WORDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD_INPUT: "backward, input",
-    Op.BACKWARD_WEIGHT: "backward, weight",
-    Op.FULL_BACKWARD: "full backward",
-    Op.REDUCE_TIED: "tied sum",
-    Op.UPDATE: "update",
+_BOXES = {
+    Op.FORWARD: ("forward", "#56B4E9"),
+    Op.BACKWARD_INPUT: ("backward, input", "#E69F00"),
+    Op.BACKWARD_WEIGHT: ("backward, weight", "#009E73"),
+    Op.FULL_BACKWARD: ("full backward", "#D55E00"),
+    Op.REDUCE_TIED: ("tied sum", "#882255"),
+    Op.UPDATE: ("update", "#666666"),
 }
 _STRIPS = {
     "gather": ("#0072B2", 0.66, "gather"),
@@ -70,7 +62,8 @@ def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figu
         _draw(axis, timeline, end, used)
     axes[-1, 0].set_xlabel(f"time [{time_unit}]")
     others = [word for word, colour in used.items() if colour == _OTHER]
-    order = [*_WORDS.values(), *others, *(word for _, _, word in _STRIPS.values())]
+    strips = (word for _, _, word in _STRIPS.values())
+    order = [*(word for word, _ in _BOXES.values()), *others, *strips]
     shown = sorted(used, key=order.index)
     patches = [Patch(facecolor=used[word], label=word) for word in shown]
     patches.append(Patch(facecolor=_BUBBLE, edgecolor="#cccccc", label="idle (bubble)"))
@@ -96,7 +89,7 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
         action, width = _parse(span), span.end_s - span.start_s
         word, colour, shade = span.action, _OTHER, 1.0
         if action is not None:
-            word, colour = _WORDS[action.op], _COLOURS[action.op]
+            word, colour = _BOXES[action.op]
             shade = shade_of[span.rank, action.stage] if action.op.is_compute else 1.0
         used[word] = colour
         inches = width / end * (_WIDTH_IN - 1)
@@ -154,7 +147,7 @@ def _parse(span: Span) -> Action | None:
         action = parse_action(span.action)
     except ValueError:
         return None
-    return action if action.op in _WORDS else None
+    return action if action.op in _BOXES else None
 
 
 MAX_RANKS = 8  # most pipeline ranks in a picture

@@ -14,13 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks.records.metrics import mfu, model_tflops_per_gpu, tokens_per_s_per_gpu
-from benchmarks.records.record import (
-    RecordError,
-    RunRecord,
-    find_records,
-    read_record,
-)
-from benchmarks.records.recorded_spec import read_spec
+from benchmarks.records.record import RunRecord
+from benchmarks.records.recorded_spec import read_records, read_spec
 from benchmarks.report.frame import row_of
 from benchmarks.specification import SpecError
 
@@ -74,16 +69,10 @@ def _library(option: str, name: str) -> ModuleType:
 
 def _records(roots: Sequence[Path]) -> Iterator[RunRecord]:
     """All readable records below the roots; names the files that are none."""
-    for path in find_records(roots):
-        if path.suffix != ".json" and not path.is_dir():
-            continue
-        try:
-            record = read_record(path)
-            read_spec(record.spec)
-        except RecordError as error:
-            print(f"skipped {error}")
-        else:
-            yield record
+    skipped: list[str] = []
+    yield from read_records(roots, skipped)
+    for line in skipped:
+        print(f"skipped {line}")
 
 
 def _steps(record: RunRecord) -> Iterator[tuple[int, dict[str, float]]]:

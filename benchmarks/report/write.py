@@ -94,8 +94,7 @@ def write_report(
                 files.pop()
                 console.print(left_out, markup=False)
         names = [path.relative_to(folder) for path in files]
-    print_paths(names, out, console)
-    return ReportPaths([out / name for name in names], skipped)
+    return finished(names, out, skipped, console)
 
 
 def write_one_table(
@@ -112,14 +111,12 @@ def write_one_table(
     print_table(headline_table(rows, options) if name == "paper" else table, console, TEN)
     for note in notes_of(rows):
         console.print(note, markup=False)
-    print_paths(names, out, console)
-    return ReportPaths([out / name for name in names], skipped)
+    return finished(names, out, skipped, console)
 
 
 def make_table(name: str, rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of ``TABLES`` with this name, of the rows of ``latest_ok``."""
-    made: Table = maker(TABLES[name])(rows, options)
-    return made
+    return maker(TABLES[name])(rows, options)  # type: ignore[no-any-return]
 
 
 def write_tables(name: str, tables: Sequence[Table], out: Path) -> list[Path]:
@@ -180,11 +177,12 @@ def _rows(
     return latest_ok(frame), skipped
 
 
-def print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
-    """Print where the page is, in one line that only a terminal folds."""
+def finished(names: Sequence[Path], out: Path, skipped: list[str], console: Console) -> ReportPaths:
+    """The files of a report; prints where its page is, in one line that only a terminal folds."""
     page = next(name for name in names if name.suffix == ".html")
     line = f"{out / page} (and {len(names) - 1} other files in its folder)"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return ReportPaths([out / name for name in names], skipped)
 
 
 @contextmanager
@@ -240,7 +238,14 @@ def _page(
         {
             "name": name,
             "grids": [grid for table in section.tables for grid in filled[table]],
-            "pictures": [_image(picture) for picture in pictures[name]],
+            "pictures": [
+                {
+                    "name": picture.name,
+                    "caption": picture.caption,
+                    "png": base64.b64encode(picture.paths[0].read_bytes()).decode(),
+                }
+                for picture in pictures[name]
+            ],
         }
         for name, section in SECTIONS.items()
     ]
@@ -268,9 +273,3 @@ def _page(
         # Most of a record is what others have, too: packed it takes a twentieth.
         sources=base64.b64encode(gzip.compress(json_text(sources).encode(), mtime=0)).decode(),
     )
-
-
-def _image(picture: SavedPicture) -> dict[str, str]:
-    """The picture's PNG as a data URL."""
-    address = f"data:image/png;base64,{base64.b64encode(picture.paths[0].read_bytes()).decode()}"
-    return {"name": picture.name, "caption": picture.caption, "address": address}

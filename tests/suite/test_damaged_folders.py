@@ -75,7 +75,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One of everything: recorded, abandoned, submitted, never started, refused."""
     monkeypatch.setattr(client, "call", fake_slurm)
     monkeypatch.setattr(submit, "absence", lambda: "")  # also on a machine that has no Slurm
-    monkeypatch.setattr(attempts, "_launched_code", lambda: Code("abc", False, "digest"))
+    monkeypatch.setattr(attempts, "launched_code", lambda: Code("abc", False, "digest"))
     runs = tmp_path / "whole"
     finish_attempt(attempt_of(runs, POINTS[0], "local-1", done=True))
     attempt_of(runs, POINTS[0], "local-2", done=False)

@@ -299,7 +299,7 @@ def test_unreadable_records_are_named_and_skipped(attempt: Path, spec: RunSpec) 
     write_rank(attempt, 0)
     finish_attempt(attempt)
     document: dict[str, Any] = json.loads((attempt / "record.json").read_text())
-    for change, why in (({"status": "splendid"}, "status"), ({"schema_version": 99}, "version 99")):
+    for change, why in (({"status": "splendid"}, "status"), ({"schema_version": 9}, "version.*9")):
         (attempt / "record.json").write_text(json.dumps(document | change))
         with pytest.raises(RecordError, match=f"record.json: .*{why}"):
             read_record(attempt / "record.json")

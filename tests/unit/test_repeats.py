@@ -188,7 +188,7 @@ def test_few_or_scattered_samples_are_doubted_with_the_reason(
 
 
 def test_no_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="no median"):
         summarise([])
 
 

@@ -239,10 +239,12 @@ def killed_script(ended: EndedJob) -> Ending | None:
     if ended.exit_code == "0:53":
         return Ending("failed", "Slurm: the job's output folder cannot be opened (0:53)", True)
     if ended.reason == "BadConstraints":
-        words = (
-            "no node has what the job asks for: launcher.gpu_type, cluster.gpus_per_node, sbatch"
+        return Ending(
+            "failed",
+            "Slurm: BadConstraints: no node has what the job asks for: launcher.gpu_type, "
+            "cluster.gpus_per_node, sbatch",
+            interrupted=True,
         )
-        return Ending("failed", f"Slurm: BadConstraints: {words}", interrupted=True)
     words = f"the batch script was killed by signal {ended.signal} (Slurm: {ended.state})"
     return Ending("failed", words, interrupted=True) if ended.signal else None
 

@@ -164,7 +164,9 @@ def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
         sbatch=sbatch_words(sbatch),
         srun=[shlex.quote(word) for word in words(srun)],
         environment=options.environment,
-        worker_python=options.worker_interpreter,
+        worker_python=(
+            shlex.quote(options.worker_python) if options.worker_python else options.interpreter
+        ),
         exclusive=sbatch.get("exclusive") is True,
         grace_s=options.grace_s,
         requeue=sbatch.get("requeue") is True,
@@ -205,30 +207,26 @@ def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
 
 def render_report(submission: Path, sweep: str, options: SlurmOptions, runs_dir: Path) -> str:
     """The text of the report job's script."""
-    return _render(
-        "report.sbatch.j2",
-        options,
-        runs_dir,
-        report_dir=str(Path(options.report_dir).resolve()),
-        sbatch=sbatch_words(report_flags(submission, sweep, options)),
-        checkout=str(CHECKOUT),
-    )
-
-
-def report_flags(submission: Path, sweep: str, options: SlurmOptions) -> Flags:
-    """All flags of sbatch for the report job."""
     inherited = {
         name: value
         for name, value in options.sbatch_of(1).items()
         if name in ("account", "partition", "qos")
     }
-    owned: Flags = {
+    flags: Flags = {
         "job-name": report_name(sweep),
         "ntasks": 1,
         "output": f"{submission / report_name(sweep)}".replace("%", "%%") + ".log",
         "kill-on-invalid-dep": "yes",
+        "time": 30,
     }
-    return owned | {"time": 30} | inherited | normal(options.report_sbatch)
+    return _render(
+        "report.sbatch.j2",
+        options,
+        runs_dir,
+        report_dir=str(Path(options.report_dir).resolve()),
+        sbatch=sbatch_words(flags | inherited | normal(options.report_sbatch)),
+        checkout=str(CHECKOUT),
+    )
 
 
 def checkout_of(submission: Path, options: SlurmOptions) -> Path:

@@ -198,9 +198,7 @@ class View:
         """Whether this cluster shows this user all jobs of the point's submission. On another
         cluster its job ids belong to other jobs."""
         submission = point.submission
-        if submission is None or not self.is_answered:
-            return False
-        if os.getuid() not in (0, submission.user):
+        if submission is None or os.getuid() not in (0, submission.user) or not self.is_answered:
             return False
         known = submission.cluster and self.facts.identity
         return not known or submission.cluster == self.facts.identity

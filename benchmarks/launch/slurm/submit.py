@@ -13,13 +13,12 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.launch.attempt import Ending, freeze, new_header, or_unwritten, write_unstarted
+from benchmarks.launch.attempt import Ending, freeze, new_header
 from benchmarks.launch.options import Flags, SlurmOptions, words
 from benchmarks.launch.points import Point, records_of
 from benchmarks.launch.running import LaunchError, Sweep, SweepProgress, check_rank, refuse
@@ -151,7 +150,9 @@ def launch(
         for path, script in sweep.scripts(arrays).items():
             say(f"# --- {path}\n{script}")
         return []
-    records = [refuse(p, options, runs_dir, reasons[p.spec.spec_id]) for p in refused]
+    records = [
+        refuse(p, options, runs_dir, Ending("infeasible", reasons[p.spec.spec_id])) for p in refused
+    ]
     try:
         records += _submit_points(todo, sweep) if todo else []
     except SlurmError as error:
@@ -224,10 +225,7 @@ def _submit_points(points: Sequence[Point], sweep: SlurmSweep) -> list[RunRecord
         write_submission(sweep.directory, submission)
         if why := submission.arrays[number].error:
             ending = Ending("failed", f"not submitted: {why}", interrupted=True)
-            for point in array.points:
-                header = new_header("slurm", point.plan)
-                write = partial(write_unstarted, point.spec, sweep.runs_dir, header, ending)
-                records.append(or_unwritten(point.spec, "slurm", write))
+            records += [refuse(p, sweep.options, sweep.runs_dir, ending) for p in array.points]
     if any(array.job for array in submission.arrays):
         if submission.has_report:
             _submit_report(sweep.directory, submission)
