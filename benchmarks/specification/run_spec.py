@@ -22,7 +22,14 @@ from benchmarks.specification.reading import validated
 from zeropp.choose.task import Candidate, Knobs, Task
 from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import Plan
-from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
+from zeropp.types.literals import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FROM_0_TO_1,
+    MORE_THAN_0,
+    Auto,
+    Precision,
+)
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
 
@@ -90,7 +97,7 @@ class SearchSpec(TaskSpec):
 
     # What a plan must leave free of the device's memory, as a share of its priced peak. None: what
     # published runs took beyond theirs (``ratio_errors.memory_room``).
-    memory_margin: Annotated[float, AT_LEAST_0] | None = None
+    memory_margin: Annotated[float, FROM_0_TO_1] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
