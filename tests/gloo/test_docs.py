@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
+import math
 import os
 import re
 import runpy
@@ -64,8 +65,8 @@ def is_of_a_folder(block: str) -> bool:
 
 
 def run_folders(place: Path) -> tuple[bool, int, int]:
-    """Run the blocks of the page and of the README that need a model of transformers, in a folder
-    that has one: whether what they saved can be read, and the lengths of what they gave."""
+    """Run the blocks of the page that need a model of transformers, in a folder that has one:
+    whether what they saved can be read, and the lengths of what they gave."""
     torch.manual_seed(0)
     made: list[ParallelModel] = []
     longest = 0
@@ -89,7 +90,7 @@ def run_folders(place: Path) -> tuple[bool, int, int]:
         "dataset": torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:]),
     }
     with contextlib.chdir(place):
-        found = [*filter(is_of_a_folder, examples("training.md")), *examples("../README.md")]
+        found = filter(is_of_a_folder, examples("training.md"))
         blocks = sorted(found, key=lambda block: "Classification" in block)  # it takes a mask
         for block in blocks:
             exec(block.replace("import zeropp\n", ""), names)  # the page's own code
@@ -105,7 +106,30 @@ def test_the_examples_of_transformers_run(world: World, tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=32, num_hidden_layers=2, pad_token_id=0, **sizes)
     for folder in ("folder/of/save_pretrained", "folder"):
         LlamaForCausalLM(config).save_pretrained(tmp_path / folder)
-    assert set(world.run(run_folders, tmp_path, size=2)) == {(True, 4, 8)}
+    assert set(world.run(run_folders, tmp_path, size=2)) == {(True, 3, 8)}
+
+
+def paste_readme(place: Path) -> tuple[str, float, int]:
+    """Run README's example as it stands, in a folder that has a model: precision, loss, steps."""
+    tokens = torch.arange(ROWS * 6).reshape(ROWS, 6) % 29 + 3
+    dataset = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    names: dict[str, Any] = {"tokens": tokens[:, :-1], "dataset": dataset}
+    (block,) = examples("../README.md")
+    with contextlib.chdir(place):
+        exec(block, names)
+    model = names["model"]
+    model.close()
+    return model.plan.precision, float(names["loss"]), model.engine.steps_done
+
+
+def test_the_readme_runs_as_pasted(world: World, tmp_path: Path) -> None:
+    """On its eight ranks and in bf16: every rank has the loss of untrained guesses."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32, num_hidden_layers=4, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "folder")
+    ((precision, loss, steps),) = set(world.run(paste_readme, tmp_path, size=8))
+    assert (precision, steps) == ("bf16", 1)
+    assert loss == pytest.approx(math.log(32), abs=0.1)
 
 
 def run_training(folder: Path) -> tuple[list[float], int]:
