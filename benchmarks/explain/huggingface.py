@@ -36,6 +36,7 @@ KINDS = {
     "glm4": _Kind("norms behind attention and MLP"),
     "cohere2": _Kind("common norm of attention and MLP, and the order of both,", tied=True),
     **dict.fromkeys(("nemotron", "arcee"), _Kind(gated=False)),
+    "apertus": _Kind(_QK, code="qwen3", gated=False),
     "starcoder2": _Kind("biases", gated=False, tied=True),
     "gpt2": _Kind(code="gpt2", gated=False, tied=True),
 }
@@ -73,7 +74,8 @@ _HARMLESS = (
     *("use_cache", "bos_", "eos_", "pad_", "transformers_version", "architectures", "summary_"),
     *("pretraining_tp", "task_specific", "reorder_", "scale_attn", "n_ctx", "max_window_layers"),
     *("max_position_embeddings", "n_positions", "use_sliding_window", "layer_types", "gradient_"),
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "model_type", "no_rope"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout"),
+    *("model_type", "no_rope"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logit"),
     *("partial_rotary", "query_pre_attn", "original_max", "auto_map", "norm_eps", "layer_norm_eps"),
     *(
@@ -224,7 +226,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     else:
         reading.contender, reading.free, gathers = "deepspeed", "replicate", {}
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
-        reading.knobs["compile"] = False
+    reading.knobs["compile"] = bool(keys.take("compile.deepcompile", False))
     # DeepSpeed adds and sends in the type of the model.
     reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
     reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)

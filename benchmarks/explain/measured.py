@@ -213,7 +213,8 @@ def show_measured(runs: Sequence[MeasuredRun], console: Console) -> None:
                 "price: look for that first; below, the last half of the steps counts.",
                 style="yellow",
             )
-        lines = f" ({of.lines} lines, spread {100 * of.spread:.1f} %)" if of.lines else ""
+        count = f"{of.lines} line{'s' * (of.lines > 1)}"
+        lines = f" ({count}, spread {100 * of.spread:.1f} %)" if of.lines else ""
         peaks = [f"{of.peak[0]:.1f} {of.peak[1]}", f"{run.priced_peak:.1f}"] if of.peak else []
         table.add_row(
             f"{of.source}{lines} {run.words}".rstrip(),

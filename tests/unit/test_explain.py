@@ -219,6 +219,8 @@ def test_huggingface() -> None:
     ):
         with pytest.raises(SpecError, match=said):
             huggingface.read(LLAMA | change, 8)
+    apertus = huggingface.read(LLAMA | {"model_type": "apertus", "hidden_dropout": 0.0}, 8)
+    assert (apertus.model["gated_mlp"], len(apertus.named)) == (False, 1)  # norms of queries, keys
     window = huggingface.read(LLAMA | {"sliding_window": 4096}, 8)
     assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
     seen = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
@@ -418,6 +420,9 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
         ("d.json", DEEPSPEED, "deepspeed", {"replicate": 16, "replicate_zero": 2}, 64),
         ("d.json", DEEPSPEED.replace(': 2}', ': 3, "stage3_prefetch_bucket_size": 15e6}'),
          "deepspeed_zero3", {"shard": 16, "prefetch_bucket_size": 15_000_000}, 64),
+        ("d.json", DEEPSPEED.replace(': 2}', ': 3}'), "deepspeed_zero3", {"compile": False}, 64),
+        ("d.json", DEEPSPEED.replace(': 2}', ': 3}, "compile": {"deepcompile": true}'),
+         "deepspeed_zero3", {"compile": True}, 64),
         ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed", {"replicate_zero": 2}, 64),
         ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
