@@ -201,6 +201,7 @@ class PublishedRow(BaseModel):
     hidden: Count
     heads: Count
     kv_heads: Count
+    head_width: Count | None = None  # blank: hidden / heads
     ffn: Count
     vocab: Count
     seq: Count
@@ -272,6 +273,7 @@ class PublishedRow(BaseModel):
             name=self.model, family=self.family, layers=self.layers, hidden=self.hidden,
             heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn, vocab=self.vocab, seq=self.seq,
             tied_embeddings=self.tied_embeddings, gated_mlp=self.gated_mlp,
+            head_width=self.head_width,
         )  # fmt: skip
 
     @property
@@ -302,7 +304,7 @@ COLUMNS = tuple(PublishedRow.model_fields)
 # A table need not have these columns.
 OPTIONAL = (
     "cuts", "knobs", "intra_gb_s", "products_tflops", "scaling", "document", "busbw_gb_s",
-    "offload_blocks",
+    "offload_blocks", "head_width",
 )  # fmt: skip
 # Pairs of whether something is wrong with a row, and the words for it.
 _Checks = Iterator[tuple[object, str]]
@@ -341,13 +343,16 @@ def _metric(row: PublishedRow) -> _Checks:
 
 
 def _shape(row: PublishedRow) -> _Checks:
-    yield row.hidden % row.heads, f"heads={row.heads}: must divide hidden={row.hidden}"
+    yield (
+        not row.head_width and row.hidden % row.heads,
+        f"heads={row.heads}: must divide hidden={row.hidden}",
+    )
     yield row.heads % row.kv_heads, f"kv_heads={row.kv_heads}: must divide heads={row.heads}"
     yield (
         row.document and row.document > row.seq,
         f"document={row.document}: must be at most seq={row.seq}",
     )
-    wide = row.hidden // row.heads
+    wide = row.shape.head_dim
     yield not 16 <= wide <= 1024, f"heads={row.heads}: heads of {wide} are not from 16 to 1024 wide"
     yield row.vocab < 256, f"vocab={row.vocab}: must be at least 256, the bytes of a text"
     whole = parameter_count(row.shape) / 1e9
