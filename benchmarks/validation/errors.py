@@ -25,17 +25,13 @@ def first_of_runs(predictions: Iterable[Prediction]) -> list[Prediction]:
     """One prediction per run and quantity. A run whose speed is printed in three units counts once,
     by its first row. Equal rows with the same metric are repeated runs, and all of them count."""
     repeats: Counter[tuple[Any, ...]] = Counter()
-    seen: set[tuple[Any, ...]] = set()
-    first = []
+    first: dict[tuple[Any, ...], Prediction] = {}
     for prediction in predictions:
         row, kind = prediction.row, prediction.row.measure.kind
         repeats[row.run, row.metric] += 1
         quantity = "speed" if kind in SPEEDS else row.metric
-        key = (row.run, quantity, repeats[row.run, row.metric])
-        if key not in seen:
-            seen.add(key)
-            first.append(prediction)
-    return first
+        first.setdefault((row.run, quantity, repeats[row.run, row.metric]), prediction)
+    return [*first.values()]
 
 
 KINDS = ("throughput", "memory")
@@ -49,26 +45,25 @@ def errors_of(predictions: Iterable[Prediction]) -> pd.DataFrame:
     several: both."""
     counted = [prediction for prediction in predictions if prediction.kind in KINDS]
     first = set(map(id, first_of_runs(counted)))
-    columns = ["kind", "source", "role", "error", "is_run"]
+    keys = ["kind", "source", "role"]
     lines = [
         (p.kind, *group, p.error_of_speed, id(p) in first)
         for p in counted
         for group in _groups(p.row)
     ]
-    table = pd.DataFrame(lines, columns=columns).astype({"error": float, "is_run": bool})
-    table = table.assign(size=table["error"].abs())
-    runs = table[table["is_run"]].groupby(columns[:3], sort=False)
-    errors = pd.DataFrame(
+    lines.sort(key=lambda line: (KINDS.index(line[0]), line[1].startswith("all"), line[1]))
+    table = pd.DataFrame(lines, columns=[*keys, "error", "is_run"])
+    table = table.astype({"error": float, "is_run": bool})
+    runs = table.assign(size=table["error"].abs())[table["is_run"]].groupby(keys, sort=False)
+    return pd.DataFrame(
         {
-            "rows": table.groupby(columns[:3], sort=False).size(),
+            "rows": table.groupby(keys, sort=False).size(),
             "runs": runs.size(),
             "median": runs["size"].median(),
             "p90": runs["size"].quantile(0.9),
             "bias": runs["error"].median(),
         }
     ).reset_index()
-    place = [(KINDS.index(k), s.startswith("all"), s) for k, s in errors[columns[:2]].values]
-    return errors.iloc[sorted(range(len(errors)), key=place.__getitem__)].reset_index(drop=True)
 
 
 def _groups(row: PublishedRow) -> list[tuple[str, str]]:

@@ -80,11 +80,7 @@ class StrangerRun:
 def nearest(program: str, others: frozenset[str]) -> str:
     """The program of ``others`` that shares most traits with one; of equals the first by name."""
     own = _SAME(program_named(program))
-
-    def differing(name: str) -> int:
-        return sum(map(ne, own, _SAME(program_named(name))))
-
-    return min(sorted(others), key=differing)
+    return min(sorted(others), key=lambda name: sum(map(ne, own, _SAME(program_named(name)))))
 
 
 def as_stranger(row: PublishedRow, others: frozenset[str]) -> tuple[str, Case]:

@@ -334,7 +334,7 @@ def block_traffic(work: Work) -> float:
     layout changes around attention (none with separate projections, except rotary embedding, which
     reads and writes queries and keys), and the MLP's non-linearity."""
     if work.program.eager:
-        return work.tokens * _eager(work, "forward").moved(work.shape)
+        return work.tokens * work.program.traffic_factor * _eager(work, "forward").moved(work.shape)
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:
@@ -390,7 +390,7 @@ def block_traffic_backward(work: Work) -> float:
     bias sums one; that of a gated MLP is assumed to move 1.5 times what its forward moves."""
     shape = work.shape
     if work.program.eager:
-        return work.tokens * _eager(work, "backward").moved(shape)
+        return work.tokens * work.program.traffic_factor * _eager(work, "backward").moved(shape)
     biases = 1 if shape.family == "gpt" else 0
     whole = 5 + 3 + biases + (2.5 if work.program.dropout_masks else 0.0)  # of each residual branch
     if work.sequence_parallel:
