@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
+from zeropp.price.programs import program_named
 
 _QKV, _QK = "biases of its QKV products", "norms of queries and keys"
 
@@ -145,6 +146,7 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
     }
 
 
+_EAGER_TRAFFIC = program_named("huggingface_fsdp").traffic_factor
 _DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
 _STAGE3 = {  # keys of ZeRO-3's gathers, by the contender's names
@@ -232,7 +234,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
     gathers["reduce_bucket_size"] = keys.number("zero_optimization.reduce_bucket_size") or None
     reading.knobs |= {knob: value for knob, value in gathers.items() if value is not None}
-    reading.traits["eager"] = reading.code
+    reading.traits |= {"eager": reading.code, "traffic_factor": _EAGER_TRAFFIC}
     # ``PipelineModule`` recomputes runs of this length; 0: none.
     if keys.number("pipeline.activation_checkpoint_interval", 0):
         reading.knobs["recompute"] = "full"
@@ -291,7 +293,8 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     }
     model.slice_sequences(f"{_DEGREES}cp_size", cp)
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
-    model.traits["eager"] = model.code  # where it is not compiled
+    # Where it is not compiled.
+    model.traits |= {"eager": model.code, "traffic_factor": _EAGER_TRAFFIC}
     if keys.take("fsdp_config.fsdp_activation_checkpointing", False):
         model.knobs["recompute"] = "full"
     else:

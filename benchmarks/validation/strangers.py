@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -125,6 +125,13 @@ def priced(
     )
 
 
+_FIGURES: dict[str, Callable[[Any], Any]] = {  # of errors, a Series
+    "median": lambda errors: errors.abs().median(),
+    "p90": lambda errors: errors.abs().quantile(0.9),
+    "bias": lambda errors: errors.median(),
+}
+
+
 def errors_by_source(runs: Sequence[StrangerRun]) -> list[dict[str, Any]]:
     """One line per quantity and source, and one over all sources, whose interval is that of every
     further stranger: absolute errors as median and 90th percentile, and the median with its sign
@@ -133,21 +140,20 @@ def errors_by_source(runs: Sequence[StrangerRun]) -> list[dict[str, Any]]:
     table, lines = pd.DataFrame(map(asdict, runs)), []
     for quantity in ("speed", "memory"):
         of_kind = table[table["quantity"] == quantity]
-        inside: list[bool] = []
-        groups = [(str(source), own) for source, own in of_kind.groupby("source")]
-        for source, own in [*groups, *[("all sources", of_kind)] * bool(groups)]:
-            others = of_kind[of_kind["source"] != source]
-            low, high = bounds_of(zip(others["source"], others["stranger"], strict=True))
-            held = inside
-            if own is not of_kind:
-                held = own["stranger"].between(low, high).tolist()
-                inside += held
-            line: dict[str, Any] = {"quantity": quantity, "source": source, "runs": len(own)}
-            for name, suffix in (("in_sample", "_in_sample"), ("stranger", "")):
-                sizes = own[name].abs().quantile([0.5, 0.9])
-                line |= dict(zip((f"median{suffix}", f"p90{suffix}"), sizes, strict=True))
-                line[f"bias{suffix}"] = own[name].median()
-            lines.append(line | {"inside": float(np.mean(held)), "low": low, "high": high})
+        errors = [*zip(of_kind["source"], of_kind["stranger"], strict=True)]
+        sources = [*sorted({source for source, _ in errors}), *["all sources"] * bool(errors)]
+        bounds = {s: bounds_of(error for error in errors if error[0] != s) for s in sources}
+        inside = [bounds[source][0] <= error <= bounds[source][1] for source, error in errors]
+        for source, (low, high) in bounds.items():
+            chosen = [source in (of, "all sources") for of, _ in errors]
+            figures = {
+                f"{figure}{suffix}": of(of_kind.loc[chosen, name])
+                for name, suffix in (("in_sample", "_in_sample"), ("stranger", ""))
+                for figure, of in _FIGURES.items()
+            }
+            held = {"inside": float(np.mean(np.compress(chosen, inside))), "low": low, "high": high}
+            first = {"quantity": quantity, "source": source, "runs": sum(chosen)}
+            lines.append(first | figures | held)
     return lines
 
 

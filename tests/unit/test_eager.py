@@ -61,7 +61,14 @@ def test_models_of_transformers_move_what_their_operators_do() -> None:
 
 def test_what_is_compiled_runs_no_operator_alone() -> None:
     assert program_as_run("huggingface_fsdp", compiled=False).eager == "huggingface"
-    assert program_as_run("huggingface_fsdp", compiled=True).eager == ""
+    compiled = program_as_run("huggingface_fsdp", compiled=True)
+    assert (compiled.eager, compiled.traffic_factor) == ("", 1.0)
+
+
+def test_operators_of_model_code_are_slower_by_the_factor_of_their_program() -> None:
+    plain, slower = (work(LLAMA, eager="huggingface", traffic_factor=f) for f in (1.0, 1.5))
+    assert block_traffic(slower) == 1.5 * block_traffic(plain)
+    assert block_traffic_backward(slower) == 1.5 * block_traffic_backward(plain)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])

@@ -122,7 +122,8 @@ class Program:
     # The most that its fused attention reaches, where the device's is that of newer kernels (0: the
     # device's). FlashAttention-2 has the instructions of Ampere on every later device.
     attention_tflops: float = 0.0
-    traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
+    # Its element-wise bytes / those of kernels fused per layer, or of its ``eager`` code.
+    traffic_factor: float = 1.0
     # The same again where blocks rotate queries and keys, and torch.compile has not fused that.
     eager_traffic: float = 1.0
     # The model code whose operators are a kernel each, where torch.compile has not fused them: one
@@ -354,12 +355,10 @@ def program_as_run(name: str, *, compiled: bool, rotates: bool = True) -> Progra
     rotate queries and keys, which is the one chain of kernels in the suite's models. GPT has the
     same kernels compiled and not."""
     program = program_named(name)
-    factor = 1.0 if compiled or not rotates or program.eager else program.eager_traffic
-    return replace(
-        program,
-        traffic_factor=program.traffic_factor * factor,
-        eager="" if compiled else program.eager,
-    )
+    if program.eager:
+        return replace(program, eager="", traffic_factor=1.0) if compiled else program
+    factor = 1.0 if compiled or not rotates else program.eager_traffic
+    return replace(program, traffic_factor=program.traffic_factor * factor)
 
 
 def program_of(plan: SizedPlan) -> Program:
