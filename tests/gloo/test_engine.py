@@ -72,6 +72,9 @@ CASES = [
     Case(pp=2, shard=2, replicate=2, zero=True, batch=16, tied=True, parts=3, recompute="mlp"),
     Case(pp=2, replicate=2, chunks=2, batch=8, parts=2, reduce_every="step"),
     Case(pp=4, shard=1, chunks=1, unit=4, batch=6, parts=9),
+    # Weight gradients of several microbatches in one product, also fewer than a group.
+    Case(pp=1, shard=2, chunks=4, unit=4, batch=16, merged=3, parts=3, split_backward=False),
+    Case(pp=2, shard=2, chunks=2, unit=5, batch=14, merged=3, recompute="full"),
 ]
 
 

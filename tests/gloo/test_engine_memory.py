@@ -301,6 +301,12 @@ TRACED_SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 25
             | {"unit": 2, "gradient_parts": 3, "split_backward": False},
             SIX,
         ),
+        (
+            64,
+            {"name": "zeropp", "pp": 2, "shard": 8, "chunks": 3, "unit": 4}
+            | {"merged_microbatches": 4, "split_backward": False},
+            SIX | LLAMA,
+        ),
         (32, {"name": "fsdp", "shard": 16}, TIED),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
         (8, {"name": "deepspeed", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
@@ -349,6 +355,7 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
         # With offload or gradients in parts two moments are nearly as full, and either may be the
         # peak.
         one_moment = not plan.offloaded_stages and plan.gradient_parts == 1
+        one_moment = one_moment and plan.merged_microbatches == 1
         if name in ("zeropp", "fsdp") and one_moment:
             for kind in ("parameters", "unsharded", "gradients", "optimizer"):
                 expected = getattr(simulated[index], kind)
