@@ -126,9 +126,10 @@ def test_the_backward_is_split_or_not(sizes: dict[str, Any]) -> None:
 def test_weight_gradients_of_a_stage_come_in_groups_within_units(sizes: dict[str, Any]) -> None:
     m, unit, merged = sizes["num_microbatches"], sizes["unit"], sizes["merged"]
     units = [min(unit, m - first) for first in range(0, m, unit)]
-    expected = sorted(
-        min(merged, size - first) for size in units for first in range(0, size, merged)
-    ) * sizes["chunks"]
+    expected = (
+        sorted(min(merged, size - first) for size in units for first in range(0, size, merged))
+        * sizes["chunks"]
+    )
     for program in lower(build("zeropp", **sizes), gather=True).programs:
         groups = [group for group in merged_weights(program, merged).values() if group]
         assert all(j // unit == group[0] // unit for group in groups for j in group)
