@@ -50,7 +50,8 @@ pd.set_option("mode.string_storage", "python")  # rows are read one by one, for 
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
 _NAMED |= {"schedule", "recompute", "sequence_parallel"}
 _SHORT = {"activation_cap": "cap", "reduce_every": "reduce"}
-_RULES = {"prefetch": 1, "gradient_parts": 1, "merged_microbatches": 1}  # what simple rules make of ``auto``
+# What simple rules make of ``auto``.
+_RULES = {"prefetch": 1, "gradient_parts": 1, "merged_microbatches": 1}
 # Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
 _DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
 _DEGREES += ("activation_cap", "schedule", "sequence_parallel", "recompute")

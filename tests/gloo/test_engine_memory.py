@@ -308,6 +308,11 @@ TRACED_SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 25
             SIX | LLAMA,
         ),
         (32, {"name": "fsdp", "shard": 16}, TIED),
+        (
+            4,
+            {"name": "fsdp", "shard": 4, "offload_blocks": 5, "recompute": "selective"},
+            SIX | LARGE,
+        ),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
         (8, {"name": "deepspeed", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
         (

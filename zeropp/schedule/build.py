@@ -50,8 +50,8 @@ def build(
     ``group`` (default: P) is how many microbatches the interleaved schedules send through a chunk
     before they go on to the next. The others concern ZeroPP alone: ``unit`` (default: P, at most
     m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``),
-    ``split_backward``, ``merged`` and ``costs`` (durations, one per stage; default: all equal). Raises
-    ValueError where the generator has no order for these sizes.
+    ``split_backward``, ``merged`` and ``costs`` (durations, one per stage; default: all equal).
+    Raises ValueError where the generator has no order for these sizes.
     """
     if name not in GENERATORS:
         raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
