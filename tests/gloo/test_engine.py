@@ -118,6 +118,12 @@ BF16 = [
     Case(2, shard=2, precision="bf16", recompute="full"),
     Case(2, shard=2, replicate=2, zero=True, precision="bf16", batch=16, tied=True),
     Case(1, replicate=3, zero=True, precision="bf16", batch=12),
+    # Gradients in parts.
+    Case(1, shard=4, chunks=3, unit=2, precision="bf16", batch=16, parts=3, recompute="mlp"),
+    Case(2, shard=2, chunks=3, unit=4, layers=6, precision="bf16", parts=4, split_backward=False),
+    Case(4, chunks=1, unit=4, precision="bf16", parts=2, family="llama", merged=2),
+    Case(4, shard=2, precision="bf16", layers=8, parts=3, offload=1, recompute="full"),
+    Case(2, replicate=2, zero=True, precision="bf16", batch=16, parts=3, merged=2, tied=True),
 ]
 
 
