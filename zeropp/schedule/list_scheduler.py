@@ -260,7 +260,8 @@ class _Run:
         count = self._groups[state.weights] - state.weights
         state.weights += count
         state.kinds += [Op.BACKWARD_WEIGHT] * count
-        return time + count * self._weight_s[stage]
+        end: float = time + count * self._weight_s[stage]
+        return end
 
     def _send(self, sender: int, stage: int, place: int, arrival: float) -> None:
         """Note when an output arrives at a stage, and wake that rank then. A rank that is busy at
