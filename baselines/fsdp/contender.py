@@ -288,7 +288,7 @@ FSDP = Contender(
         *("fsdp", "torchtitan", "torchtitan_compiled", "fms_fsdp", "fms_fsdp_eager"),
         *("kempnerforge_fsdp", "modalities", "llm_foundry", "huggingface_fsdp"),
     ),
-    runs_with={"context": 1, "offload_blocks": 0},
+    runs_with={"context": 1},
     trainer="baselines.fsdp.trainer:FsdpTrainer",
     late_imports=("torch.distributed.fsdp",),
     unrecorded="gathers and reductions",

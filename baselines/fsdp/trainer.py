@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from baselines.blocks import prepare_block
+from baselines.fsdp.host import HostLane
 from baselines.fsdp2 import (
     count_collectives,
     data_mesh,
@@ -100,11 +101,22 @@ class FsdpTrainer(ActionRecorder):
         plan, shape = self._plan, self._plan.shape
         mesh = data_mesh(world_mesh(plan.layout, self._device), plan.layout)
         head = shape.num_pieces - 1
+        sends = bool(plan.offloaded_stages)
+        host = HostLane(self._device, plan.schedule.programs[0]) if sends else None
         pieces = []
         for index in range(shape.num_pieces):
             piece = build_piece(shape, index, seed, self._device)
             if 0 < index < head:
-                prepare_block(piece, plan, self._device, recomputed=plan.recomputes(index, index))
+                prepare_block(
+                    piece,
+                    plan,
+                    self._device,
+                    recomputed=plan.recomputes(index, index),
+                    # A compiled block keeps nothing in such a place.
+                    kept=host.kept if host and not plan.compile else None,
+                )
+            if host:
+                host.wrap(index, piece)
             # Tied embedding and head share a parameter, so both belong to the root module's group.
             if not (shape.tied_embeddings and index in (0, head)):
                 again = index != head and program_named(plan.program).reshard_after_forward

@@ -56,6 +56,7 @@ class ZeroppKnobs(StepKnobs):
     reduce_dtype: WireType | Auto = "fp32"  # type: ignore[assignment]
     gradient_parts: Annotated[int | Auto, AT_LEAST_1] = "auto"  # type: ignore[assignment]
     prefetch: Annotated[int | Auto, AT_LEAST_0] = "auto"  # type: ignore[assignment]
+    merged_microbatches: Annotated[int | Auto, AT_LEAST_1] = 1  # type: ignore[assignment]
     compile: bool | Auto = "auto"  # type: ignore[assignment]  # torch.compile every block
     split_backward: bool | Auto = "auto"  # type: ignore[assignment]  # delay weight gradients
 
@@ -75,6 +76,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         split_backward=if_auto(knobs.split_backward, True),
         gradient_parts=if_auto(knobs.gradient_parts, 1),
         prefetch=if_auto(knobs.prefetch, 1),
+        merged_microbatches=if_auto(knobs.merged_microbatches, 1),
     )
     if knobs.compile and task.shape.dropout > 0:
         raise InfeasibleError(
@@ -173,6 +175,8 @@ def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                     split_backward=split,
                     gradient_parts=parts,
                     prefetch=prefetch,
+                    # More of them are tried beside the best plan.
+                    merged_microbatches=if_auto(asked.merged_microbatches, 1),
                     compile=if_auto(asked.compile, point.task.shape.dropout == 0),
                     unit=if_auto(asked.unit, m),
                     activation_cap=m * chunks,

@@ -52,7 +52,8 @@ _NAMED = {
     *("schedule", "recompute", "sequence_parallel"),
 }
 _SHORT = {"activation_cap": "cap", "reduce_every": "reduce"}
-_RULES = {"prefetch": 1, "gradient_parts": 1}  # what simple rules make of ``auto``
+# What simple rules make of ``auto``.
+_RULES = {"prefetch": 1, "gradient_parts": 1, "merged_microbatches": 1}
 # Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
 _DEGREES = (
     *("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit"),

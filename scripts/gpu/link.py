@@ -20,7 +20,7 @@ ROUNDS = 1 if SMALL else 16
 
 def main() -> None:
     results = Results("link.json")
-    host = [new_slab(DEVICE)[: 2**20 if SMALL else 2**28] for _ in range(2)]
+    host = [new_slab(DEVICE, 2**20 if SMALL else 2**28) for _ in range(2)]
     card = [torch.empty_like(slab, device=DEVICE) for slab in host]
     lanes = [make_lane(DEVICE, f"link {n}") for n in range(2)]
     side = 256 if SMALL else 8192

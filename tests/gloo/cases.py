@@ -93,6 +93,7 @@ class Case:
     split_backward: bool = True
     offload: int = 0
     parts: int = 1
+    merged: int = 1
 
     def __str__(self) -> str:
         """What sets it apart from the plainest one."""
@@ -146,6 +147,7 @@ def _plan(case: Case) -> Plan:
         split_backward=case.split_backward,
         offload_blocks=case.offload,
         gradient_parts=case.parts,
+        merged_microbatches=case.merged,
     )
     task = Task(
         shape=case.shape,

@@ -72,6 +72,9 @@ CASES = [
     Case(pp=2, shard=2, replicate=2, zero=True, batch=16, tied=True, parts=3, recompute="mlp"),
     Case(pp=2, replicate=2, chunks=2, batch=8, parts=2, reduce_every="step"),
     Case(pp=4, shard=1, chunks=1, unit=4, batch=6, parts=9),
+    # Weight gradients of several microbatches in one product, also fewer than a group.
+    Case(pp=1, shard=2, chunks=4, unit=4, batch=16, merged=3, parts=3, split_backward=False),
+    Case(pp=2, shard=2, chunks=2, unit=5, batch=14, merged=3, recompute="full"),
 ]
 
 
@@ -115,6 +118,12 @@ BF16 = [
     Case(2, shard=2, precision="bf16", recompute="full"),
     Case(2, shard=2, replicate=2, zero=True, precision="bf16", batch=16, tied=True),
     Case(1, replicate=3, zero=True, precision="bf16", batch=12),
+    # Gradients in parts.
+    Case(1, shard=4, chunks=3, unit=2, precision="bf16", batch=16, parts=3, recompute="mlp"),
+    Case(2, shard=2, chunks=3, unit=4, layers=6, precision="bf16", parts=4, split_backward=False),
+    Case(4, chunks=1, unit=4, precision="bf16", parts=2, family="llama", merged=2),
+    Case(4, shard=2, precision="bf16", layers=8, parts=3, offload=1, recompute="full"),
+    Case(2, replicate=2, zero=True, precision="bf16", batch=16, parts=3, merged=2, tied=True),
 ]
 
 

@@ -3,6 +3,7 @@ That they are those of one process is with all other topologies (``test_engine``
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,8 @@ import zeropp
 from tests.gloo.cases import SGD, Case, build_model_of, local_microbatches
 from tests.gloo.models import data, loss_function, refuses
 from tests.gloo.world import on_ranks
+from zeropp.engine.layers import deferred
+from zeropp.engine.layers.deferred import accumulate
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.parameters.parts import GradientParts
 
@@ -52,6 +55,22 @@ def test_each_part_is_reduced_with_its_last_product_and_all_have_the_room_of_one
     chunks = {chunk: [f for f in chunk.flats if f.room] for chunk in engine.chunks.values()}
     assert set(before) == {3, *(0 for flats in chunks.values() if not flats)}
     assert max(held) == max(sum(f.gradient_bytes for f in flats) for flats in chunks.values())
+
+
+@on_ranks(2)
+def test_weight_gradients_of_several_microbatches_are_one_product() -> None:
+    case = Case(pp=1, shard=2, chunks=2, unit=4, batch=8, merged=3, split_backward=False)
+    engine = build_model_of(case, optimizer=SGD).engine
+    rows: list[int] = []
+
+    def added(_: nn.Parameter, left: Tensor, *others: Any) -> None:
+        rows.append(len(left))
+        accumulate(_, left, *others)
+
+    with mock.patch.object(deferred, "accumulate", added):
+        engine.step(local_microbatches(case, 0))
+    layers = sum(len([*flat.parameters]) for flat in engine.flats if flat.deferred)
+    assert Counter(rows) == {3 * case.shape.seq: layers, case.shape.seq: layers}
 
 
 class Uses(nn.Module):

@@ -26,6 +26,7 @@ from zeropp.schedule.program import (
     StageCost,
     StepEnd,
     for_torch,
+    merged_weights,
     parse_action,
 )
 from zeropp.schedule.zeropp_order import smallest_cap
@@ -39,14 +40,15 @@ duration = st.floats(0.1, 4.0)
 def zeropp_sizes(draw: st.DrawFn) -> dict[str, int]:
     ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     m = draw(st.integers(1, 12))
-    unit = draw(st.integers(1, m))
-    cap = draw(st.integers(smallest_cap(chunks, m, unit), unit * chunks + 2))
+    unit, merged = draw(st.integers(1, m)), draw(st.integers(1, 4))
+    cap = draw(st.integers(smallest_cap(chunks, m, unit, merged), unit * chunks + 2))
     return {
         "num_ranks": ranks,
         "chunks": chunks,
         "num_microbatches": m,
         "unit": unit,
         "activation_cap": cap,
+        "merged": merged,
     }
 
 
@@ -116,7 +118,23 @@ def test_zeropp_keeps_the_cap_and_beats_its_equal_cost_order(
 def test_the_backward_is_split_or_not(sizes: dict[str, Any]) -> None:
     ops = {a.op for program in build("zeropp", **sizes).programs for a in program}
     parts = {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
-    assert ops == {Op.FORWARD} | (parts if sizes["split_backward"] else {Op.FULL_BACKWARD})
+    split = sizes["split_backward"] or sizes["merged"] > 1
+    assert ops == {Op.FORWARD} | (parts if split else {Op.FULL_BACKWARD})
+
+
+@given(any_zeropp())
+def test_weight_gradients_of_a_stage_come_in_groups_within_units(sizes: dict[str, Any]) -> None:
+    m, unit, merged = sizes["num_microbatches"], sizes["unit"], sizes["merged"]
+    units = [min(unit, m - first) for first in range(0, m, unit)]
+    expected = (
+        sorted(min(merged, size - first) for size in units for first in range(0, size, merged))
+        * sizes["chunks"]
+    )
+    for program in lower(build("zeropp", **sizes), gather=True).programs:
+        groups = [group for group in merged_weights(program, merged).values() if group]
+        assert all(j // unit == group[0] // unit for group in groups for j in group)
+        if sizes["split_backward"] or merged > 1:
+            assert sorted(map(len, groups)) == sorted(expected)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])

@@ -71,7 +71,8 @@ class Latency:
 
 def splits(plan: SizedPlan) -> bool:
     """Whether input gradients do not wait for weight gradients."""
-    return plan.schedule.name in _SPLIT and plan.split_backward
+    is_delayed = plan.split_backward or plan.merged_microbatches > 1
+    return plan.schedule.name in _SPLIT and is_delayed
 
 
 def first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:

@@ -41,7 +41,7 @@ def any_auto(knobs: Knobs) -> bool:
     The number of recomputed blocks counts only if there is recomputation. That of offloaded ones,
     and how chunks share buffers, are chosen only where another knob is.
     """
-    settled = {*WITHOUT_OFFLOAD, "gradient_parts", "prefetch"}
+    settled = {*WITHOUT_OFFLOAD, "gradient_parts", "prefetch", "merged_microbatches"}
     settled |= {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
     return any(value == "auto" for name, value in vars(knobs).items() if name not in settled)
 
@@ -247,6 +247,8 @@ def describe(plan: SizedPlan) -> str:
     words += ["kept after backwards"] * (not program.reshard_after_backward)
     words += [f"gradients in {plan.gradient_parts} parts"] * (plan.gradient_parts > 1)
     words += [f"prefetch={plan.prefetch}"] * (plan.prefetch != 1)
+    merged = plan.merged_microbatches
+    words += [f"weight gradients of {merged} microbatches in one product"] * (merged > 1)
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
         if plan.recomputed and layout.chunks == plan.shape.num_pieces:  # every piece is a stage

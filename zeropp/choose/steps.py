@@ -39,7 +39,8 @@ class Steps:
         if not self.asks_cap:
             return plan
         order = plan.schedule
-        cap = smallest_cap(plan.layout.chunks, order.num_microbatches, order.unit)
+        sizes = plan.layout.chunks, order.num_microbatches, order.unit
+        cap = smallest_cap(*sizes, plan.merged_microbatches)
         return replace(plan, activation_cap=cap)
 
     def capped(self, plan: SizedPlan, price: StepBytes) -> SizedPlan | None:

@@ -118,6 +118,7 @@ class Engine:
                 loss=loss,
                 divisor=divisor,
                 update=self.update,
+                merged=plan.merged_microbatches,
             )
             self._evaluator = Evaluator(
                 schedule,

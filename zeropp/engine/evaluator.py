@@ -145,7 +145,7 @@ class Evaluator:
                 shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
                 gradients = [torch.zeros_like(shape.empty(device)) for shape in shapes]
                 chunk.backward(0, gradients, split=splits)
-                chunk.backward_weight(0)
+                chunk.backward_weight((0,))
                 for flat in chunk.flats:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once

@@ -18,7 +18,7 @@ from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.collectives import Channels
 from zeropp.engine.update.optimizer import ParameterUpdate
-from zeropp.schedule.program import Action, Op, Schedule, before_reductions
+from zeropp.schedule.program import Action, Op, Schedule, before_reductions, merged_weights
 from zeropp.types.training import StepResult
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class _Step:
 class Interpreter(ActionRecorder):
     """Runs one rank's program over its chunks, which are by stage.
 
-    ``update`` is that of all of them. The loss of every microbatch is divided by ``divisor``, so
+    ``update`` is that of all of them. ``merged``: microbatches whose weight gradients are computed
+    together, at most. The loss of every microbatch is divided by ``divisor``, so
     that the sum over microbatches and ranks is the loss of the global batch, or, where the loss
     gives counts, becomes it by the update. Raises ValueError if the rank's program is not that of a
     whole step.
@@ -60,6 +61,7 @@ class Interpreter(ActionRecorder):
         loss: Loss,
         divisor: int,
         update: ParameterUpdate,
+        merged: int = 1,
     ) -> None:
         self._chunks = chunks
         self._stage_rank = schedule.stage_rank
@@ -74,7 +76,7 @@ class Interpreter(ActionRecorder):
             Op.FORWARD: self._forward,
             Op.BACKWARD_INPUT: self._backward,
             Op.BACKWARD_WEIGHT: lambda action, _: chunks[action.stage].backward_weight(
-                _key(action)[1], is_last=action in self._before_reductions
+                self._merged[action], is_last=action in self._before_reductions
             ),
             Op.FULL_BACKWARD: self._backward,
             Op.UNSHARD: lambda action, _: self._each(action, lambda flat: flat.unshard()),
@@ -96,6 +98,7 @@ class Interpreter(ActionRecorder):
             Op.LOAD: self._offload(lambda offload, j: offload.load(j)),
         }
         self._before_reductions = before_reductions(self._program)
+        self._merged = merged_weights(self._program, merged)
         self._actions = [(action, str(action)) for action in self._program]
 
     def run(

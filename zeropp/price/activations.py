@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from zeropp.price.eager import eager_pass
 from zeropp.price.kernels import element_bytes
-from zeropp.price.pieces import Work
+from zeropp.price.pieces import Work, linears
 
 FP32 = 4
 
@@ -188,6 +188,15 @@ def head_kept(work: Work) -> float:
     if work.program.torch_stages and not work.program.fused_loss:
         kept += logits_bytes(work, element_bytes(work.precision))
     return kept
+
+
+def joined_bytes(work: Work) -> float:
+    """Bytes of x and dY of a linear layer, the largest, of all microbatches whose weight gradients
+    are one product; 0 where those of each are."""
+    if work.merged == 1:
+        return 0.0
+    largest = max(map(sum, linears(work)))
+    return work.merged * work.tokens * element_bytes(work.precision) * largest
 
 
 def head_deferred(work: Work) -> float:

@@ -23,6 +23,7 @@ from zeropp.price.activations import (
     head_deferred,
     head_forward,
     head_kept,
+    joined_bytes,
     logits_bytes,
 )
 from zeropp.price.flops import linear_weights, piece_parameters
@@ -297,6 +298,7 @@ def _of_microbatch(
         "activations": int(activations),
         "sent": int(sum(map(leaves, first))),
         "deferred": int(later),
+        "joined": int(joined_bytes(work)),
         "boundary": int(boundary_bytes(work)),
         "forward": int(activations + max(last, again, in_head)),
         "backward_input": int(max(split, later)),

@@ -148,7 +148,7 @@ class RankMemory:
         memory = self._memory[stage]
         if self._flat:  # the buffer is allocated before gradients are added to it
             self._sum(stage, early=False)
-            begin = self._moment(0, self.activations, 0)
+            begin = self._moment(0, self.activations, memory.joined)
             self.activations -= memory.deferred
             return begin
         self.activations -= memory.deferred

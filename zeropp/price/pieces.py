@@ -55,6 +55,7 @@ class Work:
     accumulated: float  # bytes per parameter that adding a microbatch's gradients moves
     context: int = 1  # ranks that divide sequences
     by_heads: int = 1  # of these, those that exchange heads for tokens; groups of them are a ring
+    merged: int = 1  # microbatches whose weight gradients of a linear layer are one product
 
     @property
     def tokens(self) -> int:
@@ -169,7 +170,7 @@ class KernelSeconds:
 
 
 def _block_kernels(work: Work) -> KernelSeconds:
-    device, precision, tokens = work.device, work.precision, work.tokens
+    device, precision, tokens, merged = work.device, work.precision, work.tokens, work.merged
     cast, cast_backward = cast_bytes(work)
     gain = eight_bit_gain(device, work.program, precision)
 
@@ -183,7 +184,7 @@ def _block_kernels(work: Work) -> KernelSeconds:
     return KernelSeconds(
         products=sum(products),
         transposed=sum(product(tokens, n, k) for k, n in linears(work)),
-        weights=sum(product(k, tokens, n) for k, n in linears(work)),
+        weights=sum(product(k, merged * tokens, n) for k, n in linears(work)) / merged,
         attention=attention_s(work),
         attention_backward=attention_s(work, backward=True),
         elementwise=stream_s(device, block_traffic(work) + cast, forward),
@@ -192,13 +193,24 @@ def _block_kernels(work: Work) -> KernelSeconds:
         ),
         accumulation=stream_s(
             device, work.accumulated * (piece_parameters(work.shape, 1) / work.tp), added
-        ),
+        )
+        / merged
+        + _joined_s(work),
         biases=_late_biases_s(work),
         last=products[-1],
         behind=products[-mlp - 1],
         wide=sum(products[len(products) - mlp :]),
         mlp=sum(products[len(products) - mlp :]) + stream_s(device, mlp_traffic(work), kernels=4),
     )
+
+
+def _joined_s(work: Work) -> float:
+    """Seconds in which a microbatch's x and dY of all linear layers are copied behind those of the
+    others whose weight gradients are merged."""
+    if work.merged == 1:
+        return 0.0
+    copied = 2 * element_bytes(work.precision) * work.tokens * sum(map(sum, linears(work)))
+    return stream_s(work.device, copied, 2 * len(linears(work)))
 
 
 def passes_of(

@@ -35,6 +35,7 @@ class StageMemory:
     activations: int  # from its forward to the end of its input gradient
     sent: int  # the part of them that is in the host's memory between the two, if it is stored
     deferred: int  # from its input gradient to its weight gradient (x and dY)
+    joined: int  # copies of these for weight gradients of several microbatches, of one layer
     boundary: int  # a message into the stage
     buffers: int  # for messages; always held
     forward: int  # at the fullest moment of a forward: activations and temporaries

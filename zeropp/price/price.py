@@ -194,6 +194,7 @@ def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -
         sequence_parallel=plan.layout.sequence_parallel,
         context=plan.layout.context,
         by_heads=by_heads(plan, cluster),
+        merged=1 if plan.precision == "fp8" else plan.merged_microbatches,
         accumulated=_accumulated(plan, program),
     )
 

@@ -42,6 +42,7 @@ def build(
     unit: int | None = None,
     activation_cap: int | None = None,
     split_backward: bool = True,
+    merged: int = 1,
     costs: Sequence[StageCost] | None = None,
 ) -> Schedule:
     """The compute actions of one optimizer step.
@@ -49,8 +50,8 @@ def build(
     ``group`` (default: P) is how many microbatches the interleaved schedules send through a chunk
     before they go on to the next. The others concern ZeroPP alone: ``unit`` (default: P, at most
     m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``),
-    ``split_backward`` and ``costs`` (durations, one per stage; default: all equal). Raises
-    ValueError where the generator has no order for these sizes.
+    ``split_backward``, ``merged`` and ``costs`` (durations, one per stage; default: all equal).
+    Raises ValueError where the generator has no order for these sizes.
     """
     if name not in GENERATORS:
         raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
@@ -83,6 +84,7 @@ def build(
         unit=unit,
         activation_cap=activation_cap or unit * chunks,
         split_backward=split_backward,
+        merged=merged,
         gather=any(cost.unshard for cost in costs or ()),
     )
     drafts = list(step_drafts(sizes, tuple(costs or ())))

@@ -43,13 +43,16 @@ class Policy:
 class Orders:
     """The order of every rank's forwards and of its input gradients.
 
-    Without ``split_backward`` the input gradients are full backwards, and nothing is delayed.
+    Weight gradients may run in groups: ``groups`` has for each of a rank, in their order, how many
+    are done after its group; empty: each is alone. Without ``split_backward`` they are not delayed:
+    a group follows the last of its input gradients, and without groups the two are one action.
     """
 
     stage_rank: tuple[int, ...]
     forward: tuple[tuple[Slot, ...], ...]
     backward: tuple[tuple[Slot, ...], ...]
     split_backward: bool = True
+    groups: tuple[int, ...] = ()
 
     @property
     def num_microbatches(self) -> int:
@@ -148,6 +151,8 @@ class _Run:
         self._count = orders.num_microbatches
         self._back = len(orders.stage_rank) * self._count
         self._never = 2 * self._back
+        groups = orders.groups or range(1, len(orders.backward[0]) + 1)
+        self._groups = [*groups, self._never]  # there is none behind the last one
         self._ready = [_NEVER] * (self._never + 1)
         self._ready[: self._count] = [0.0] * self._count
         self._ranks = [_RankState(forward, backward) for forward, backward in orders.places]
@@ -191,7 +196,7 @@ class _Run:
                 continue
             place = state.forward[state.forwards]
             forward, backward = ready[place], ready[state.backward[state.backwards]]
-            waits = state.weights < state.backwards  # whether a weight gradient waits
+            waits = self._groups[state.weights] <= state.backwards  # whether a group waits
             if state.forwards - state.weights >= cap:
                 forward = _NEVER
                 if state.forward_turn and waits and place != self._never:
@@ -231,24 +236,32 @@ class _Run:
         stage = (place - self._back) // self._count
         state.backwards += 1
         state.forward_turn = self._policy.alternate
-        end = time + self._input_s[stage]
-        if self._orders.split_backward:
+        sent = end = time + self._input_s[stage]
+        if self._orders.split_backward or self._orders.groups:
             state.kinds.append(Op.BACKWARD_INPUT)
+            if not self._orders.split_backward and self._groups[state.weights] == state.backwards:
+                end = self._add_weights(state, end)
         else:
             state.kinds.append(Op.FULL_BACKWARD)
             state.weights += 1
-            end += self._weight_s[stage]
+            sent = end = end + self._weight_s[stage]
         state.free_at = end
         heapq.heapreplace(self._events, (end, rank))
         if stage > 0:
-            self._send(rank, stage - 1, place - self._count, end + self._hop_s[stage - 1])
+            self._send(rank, stage - 1, place - self._count, sent + self._hop_s[stage - 1])
 
     def _run_weight(self, rank: int, state: _RankState, time: float) -> None:
-        stage = (state.backward[state.weights] - self._back) // self._count
-        state.weights += 1
-        state.kinds.append(Op.BACKWARD_WEIGHT)
-        end = state.free_at = time + self._weight_s[stage]
+        end = state.free_at = self._add_weights(state, time)
         heapq.heapreplace(self._events, (end, rank))
+
+    def _add_weights(self, state: _RankState, time: float) -> float:
+        """Plan the next group of weight gradients; returns its end."""
+        stage = (state.backward[state.weights] - self._back) // self._count
+        count = self._groups[state.weights] - state.weights
+        state.weights += count
+        state.kinds += [Op.BACKWARD_WEIGHT] * count
+        end: float = time + count * self._weight_s[stage]
+        return end
 
     def _send(self, sender: int, stage: int, place: int, arrival: float) -> None:
         """Note when an output arrives at a stage, and wake that rank then. A rank that is busy at

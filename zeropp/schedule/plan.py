@@ -80,6 +80,7 @@ class SizedPlan:
     gradient_parts: int = 1  # in which a chunk's gradients are reduced; 1: as a whole
     prefetch: int = 1
     split_backward: bool = True
+    merged_microbatches: int = 1  # whose weight gradients of a layer are one product
     activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
     compile: bool = False
     # The pieces that share a parameter, of a model whose shape does not say that embedding and head

@@ -386,6 +386,25 @@ def before_reductions(program: RankProgram) -> frozenset[Action]:
     return frozenset(found)
 
 
+def merged_weights(program: RankProgram, most: int) -> dict[Action, tuple[int, ...]]:
+    """The microbatches whose weight gradients are computed at each action of that kind: of up to
+    ``most`` that follow each other in a stage all at the last one, and none at the others."""
+    groups: list[list[Action]] = [[]]
+    for action in program:
+        if action.op is Op.BACKWARD_WEIGHT:
+            last = groups[-1]
+            if last and (last[0].stage != action.stage or len(last) == most):
+                groups.append([])
+            groups[-1].append(action)
+        elif action.op in COMPUTE or action.op is Op.REDUCE_GRAD:
+            groups.append([])
+    found = dict[Action, tuple[int, ...]]()
+    for group in filter(None, groups):
+        found |= dict.fromkeys(group, ())
+        found[group[-1]] = tuple(a.microbatch for a in group if a.microbatch is not None)
+    return found
+
+
 @lru_cache(maxsize=1024)
 def _stages_by_rank(stage_rank: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     ranks: list[list[int]] = [[] for _ in range(max(stage_rank) + 1)]

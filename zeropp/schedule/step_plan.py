@@ -42,13 +42,15 @@ def size_step(
     microbatches = microbatches_per_step(global_batch, layout, microbatch_size)
     unit = unit_size(knobs.unit, layout.pp, microbatches, hides_collectives=hides_collectives)
     cap = if_auto(knobs.activation_cap, unit * layout.chunks)
-    if cap < (least := smallest_cap(layout.chunks, microbatches, unit)):
+    merged = knobs.merged_microbatches
+    if cap < (least := smallest_cap(layout.chunks, microbatches, unit, merged)):
         raise InfeasibleError(
             f"{knobs.prefix}activation_cap={cap}: {cap_needs(layout.chunks, unit, least)} "
             "(or a smaller unit)"
         )
     split = knobs.split_backward and layout.pp > 1  # else there is no bubble to fill
-    added_by_engine = split or knobs.gradient_parts > 1  # weight gradients
+    # Whether the engine adds weight gradients.
+    added_by_engine = split or knobs.gradient_parts > 1 or merged > 1
     eight_bits = "zeropp_fp8_delayed" if added_by_engine else "zeropp_fp8"
     return SizedPlan(
         contender="zeropp",
@@ -65,6 +67,7 @@ def size_step(
         gradient_parts=knobs.gradient_parts,
         prefetch=knobs.prefetch,
         split_backward=split,
+        merged_microbatches=merged,
         activation_cap=cap,
         compile=knobs.compile,
         tied_pieces=tied_pieces,
@@ -88,6 +91,7 @@ def drafts(
         unit=plan.schedule.unit,
         activation_cap=plan.activation_cap,
         split_backward=plan.split_backward,
+        merged=plan.merged_microbatches,
         # The engine computes on gathered shards, or on bf16 copies of fp32 masters.
         gather=plan.layout.shards > 1 or plan.precision != "fp32",
         prefetch=plan.prefetch,

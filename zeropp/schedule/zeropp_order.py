@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import product
+from itertools import accumulate, product
 from operator import itemgetter
 
 from zeropp.schedule.list_scheduler import Orders, Planned, Policy, Slot, beginning, list_schedule
@@ -45,7 +45,8 @@ class OrderSizes:
     ``unit`` is the number of microbatches for which a chunk is gathered once, ``activation_cap``
     the most live chunk-activations per rank: one is live from its forward to the end of its weight
     gradient. Without ``split_backward`` input and weight gradients are one action, and nothing is
-    delayed.
+    delayed. Where weight gradients are ``merged``, those of up to so many microbatches of a stage
+    and unit follow each other.
     """
 
     num_ranks: int
@@ -54,6 +55,7 @@ class OrderSizes:
     unit: int
     activation_cap: int
     split_backward: bool = True
+    merged: int = 1
 
     @property
     def stage_rank(self) -> tuple[int, ...]:
@@ -62,7 +64,7 @@ class OrderSizes:
 
     def check(self) -> None:
         """Raise ValueError if the cap is too small for any order to finish."""
-        least = smallest_cap(self.chunks, self.num_microbatches, self.unit)
+        least = smallest_cap(self.chunks, self.num_microbatches, self.unit, self.merged)
         if self.activation_cap < least:
             raise ValueError(
                 f"activation_cap={self.activation_cap}: {cap_needs(self.chunks, self.unit, least)}"
@@ -79,10 +81,12 @@ def unit_size(
     )
 
 
-def smallest_cap(chunks: int, num_microbatches: int, unit: int) -> int:
+def smallest_cap(chunks: int, num_microbatches: int, unit: int, merged: int = 1) -> int:
     """The fewest live chunk-activations per rank with which a step can be finished: a unit must
-    turn round, with every microbatch of it in all chunks but the last, and one in the last."""
-    return (chunks - 1) * min(unit, num_microbatches) + 1
+    turn round, with every microbatch of it in all chunks but the last, and in the last one as many
+    as have ``merged`` weight gradients."""
+    unit = min(unit, num_microbatches)
+    return (chunks - 1) * unit + min(merged, unit)
 
 
 def cap_needs(chunks: int, unit: int, least: int) -> str:
@@ -183,6 +187,9 @@ def unit_orders(sizes: OrderSizes) -> tuple[Orders, ...]:
             tuple(_breadth_first(stages, units) for stages in held),
             tuple(_breadth_first(stages[::-1], units) for stages in held),
             sizes.split_backward,
+            _groups([len(unit) for unit in units for _ in range(sizes.chunks)], sizes.merged)
+            if sizes.merged > 1
+            else (),
         )
         for units in sequences
     )
@@ -190,6 +197,17 @@ def unit_orders(sizes: OrderSizes) -> tuple[Orders, ...]:
 
 def _breadth_first(stages: Sequence[int], units: Sequence[range]) -> tuple[Slot, ...]:
     return tuple((stage, j) for unit in units for stage in stages for j in unit)
+
+
+def _groups(runs: Sequence[int], most: int) -> tuple[int, ...]:
+    """How many weight gradients of a rank are done after the group of each, where runs of a stage
+    are cut into groups of at most so many."""
+    begins = accumulate(runs, initial=0)
+    return tuple(
+        begin + min(size, (j // most + 1) * most)
+        for begin, size in zip(begins, runs, strict=False)
+        for j in range(size)
+    )
 
 
 StepDraft = tuple[Schedule, Callable[[], Schedule]]  # compute actions, complete programs

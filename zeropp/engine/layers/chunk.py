@@ -317,11 +317,14 @@ class Chunk:
             if x.has_gradient
         ]
 
-    def backward_weight(self, microbatch: int, *, is_last: bool = False) -> None:
-        """Compute the weight gradients that ``backward`` has delayed; no gathered parameters are
-        needed. ``is_last``: a reduction follows, and no weight gradient before it."""
-        self._make_gradients(microbatch, deferred=True, is_last=is_last)
-        self._store.run(microbatch)
+    def backward_weight(self, microbatches: Sequence[int], *, is_last: bool = False) -> None:
+        """Compute the weight gradients that ``backward`` has delayed, together where there are
+        several microbatches; no gathered parameters are needed. ``is_last``: a reduction follows,
+        and no weight gradient before it."""
+        self._store.merge(microbatches)
+        for left, microbatch in enumerate(microbatches, 1 - len(microbatches)):
+            self._make_gradients(microbatch, deferred=True, is_last=is_last and not left)
+            self._store.run(microbatch)
 
     def _wait(self) -> None:
         for flat in self.flats:

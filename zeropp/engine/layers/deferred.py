@@ -16,8 +16,9 @@ memory of the inputs of a compiled backward after it has ended, and x and dY are
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,24 @@ def backward_of_chunk() -> Iterator[None]:
         _running = False
 
 
+@dataclass
+class _WeightGrad:
+    """The weight gradient of a layer, a sum of products of these ``factors``, as ``accumulate`` has
+    them; ``products``: in 8 bits."""
+
+    weight: Tensor
+    factors: list[tuple[Tensor, Tensor]]
+    products: EightBitProducts | None
+
+    def add(self) -> None:
+        """Add it to the weight's gradient, in one product."""
+        factors = self.factors[0]
+        if len(self.factors) > 1:
+            left, right = zip(*self.factors, strict=True)
+            factors = torch.cat(left), torch.cat(right)
+        accumulate(self.weight, *factors, self.products)
+
+
 class WeightGradStore:
     """Holds the delayed weight gradients of a chunk's linear layers, by microbatch.
 
@@ -55,8 +74,8 @@ class WeightGradStore:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[int, deque[tuple[Tensor, Callable[[], None]]]] = {}
-        self._current: deque[tuple[Tensor, Callable[[], None]]] | None = None
+        self._pending: dict[int, deque[_WeightGrad]] = {}
+        self._current: deque[_WeightGrad] | None = None
         self.parts: GradientParts | None = None  # those of the chunk's gradients, if it has several
 
     def begin(self, microbatch: int) -> None:
@@ -67,29 +86,42 @@ class WeightGradStore:
         """From now on compute weight gradients at once."""
         self._current = None
 
-    def put(self, weight: Tensor, work: Callable[[], None]) -> None:
-        """Keep ``work``, which adds one layer's weight gradient, or do it at once."""
+    def put(self, gradient: _WeightGrad) -> None:
+        """Keep one layer's weight gradient, or add it at once."""
         if self._current is None:
-            self._add(weight, work)
+            self._add(gradient)
         else:
-            self._current.append((weight, work))
+            self._current.append(gradient)
 
     def takes(self) -> bool:
         """Whether a backward runs whose weight gradients are added here, now or later."""
         return _running or self._current is not None
+
+    def merge(self, microbatches: Sequence[int]) -> None:
+        """Give the last of these microbatches what the others have delayed, layer by layer, if all
+        have run the same layers; those in 8 bits have a scale each and stay apart."""
+        *others, last = [self._pending.get(j, deque()) for j in microbatches] or [deque()]
+        layers = [gradient.weight for gradient in last if gradient.products is None]
+        for other in others:
+            if [id(gradient.weight) for gradient in other] != [*map(id, layers)]:
+                return
+        for place, gradient in enumerate(last):
+            gradient.factors[:0] = [one for other in others for one in other[place].factors]
+        for other in others:
+            other.clear()
 
     def run(self, microbatch: int) -> None:
         """Compute the delayed weight gradients of a microbatch; each layer's x and dY are freed."""
         pending = self._pending.pop(microbatch, deque())  # a frozen chunk has none
         with torch.no_grad():
             while pending:
-                self._add(*pending.popleft())
+                self._add(pending.popleft())
 
-    def _add(self, weight: Tensor, work: Callable[[], None]) -> None:
+    def _add(self, gradient: _WeightGrad) -> None:
         if self.parts is None:
-            work()
+            gradient.add()
         else:
-            self.parts.add(weight, work)
+            self.parts.add(gradient.weight, gradient.add)
 
 
 # [rows, out] with a bias, because torch would return a view of these rows, which the next layer
@@ -135,7 +167,7 @@ class _DeferredLinear(torch.autograd.Function):
             parameter, left, right = ctx.parameter, grad, rows
             if not parameter.is_leaf:  # it is a Conv1D's, transposed
                 parameter, left, right = parameter._base, rows, grad
-            ctx.store.put(parameter, lambda: accumulate(parameter, left, right, products))
+            ctx.store.put(_WeightGrad(parameter, [(left, right)], products))
         elif ctx.needs_input_grad[1]:
             grad_weight = products.weight_gradient(grad, rows) if products else grad.t() @ rows
         grad_x = None

@@ -23,8 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeropp.engine.private_names import is_traceable_wrapper_subclass, kept_by_selective
 from zeropp.engine.ranks.lanes import Ticket, make_lane
 
-# Torch rounds pinned memory up to a power of two, so it is taken in pieces of that size.
-_SLAB_BYTES = 2**28
+# Binary logarithms of a slab's bytes (torch rounds pinned memory up to a power of two): the last of
+# a microbatch's 64 slabs or more may be nearly empty, but copies of less than 1 MiB take the host
+# longer than the link.
+_PER_STORE, _LEAST, _MOST = 6, 20, 28
 
 
 class HostMemory:
@@ -38,17 +40,20 @@ class HostMemory:
         undo.callback(self.loads.close)
         self.free: list[Tensor] = []
 
-    def take(self) -> Tensor:
-        """A slab that nobody uses."""
-        return self.free.pop() if self.free else new_slab(self.device)
+    def take(self, stored: int) -> Tensor:
+        """A slab that nobody uses, for some of the ``stored`` bytes of a microbatch."""
+        if self.free:
+            return self.free.pop()
+        size = stored.bit_length() - 1 - _PER_STORE
+        return new_slab(self.device, 1 << min(max(size, _LEAST), _MOST))
 
 
 HOST_LOADS = "zeropp loads"
 
 
-def new_slab(device: torch.device) -> Tensor:
-    """Memory of the host, uint8 [bytes], from and to which a device can copy."""
-    return torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def new_slab(device: torch.device, size: int) -> Tensor:
+    """Memory of the host, uint8 [size], from and to which a device can copy."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class _Memory:
@@ -176,13 +181,13 @@ class Offload:
         live = self._live[microbatch]
         copies: list[tuple[Tensor, Tensor]] = []
         room = torch.empty(0, dtype=torch.uint8)  # of the last slab
+        stored = sum(memory.count * memory.dtype.itemsize for memory in live.memories.values())
         for memory in live.memories.values():
             memory.check()
-            assert memory.values is not None
-            left = memory.values.nbytes
+            left = memory.count * memory.dtype.itemsize
             while left:
                 if not len(room):
-                    live.slabs.append(room := self._host.take())
+                    live.slabs.append(room := self._host.take(stored))
                 piece, room = room[:left], room[left:]
                 memory.pieces.append(piece)
                 left -= len(piece)
