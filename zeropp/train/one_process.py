@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from zeropp.engine.layers.values import (
     cast,
     chosen,
     keywords_of,
+    may_have_gradient,
     takes_all,
     tensors_of,
     without_scalars,
@@ -107,3 +109,22 @@ def parameters_of(layers: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of layers, each once, named ``{layer}.{name}``."""
     named = nn.ModuleList(layers).named_parameters()
     return dict(named)
+
+
+def wide(one: Tensor) -> Tensor:
+    """Its numbers in fp64 on the CPU."""
+    return one.detach().cpu().to(torch.complex128 if one.is_complex() else torch.float64)
+
+
+def apart(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """The distance of two tensors over the size of the second and ``floor``; infinite where one has
+    other infinite numbers than the other, or others that are not numbers."""
+    if one.shape != other.shape:
+        return math.inf
+    if not may_have_gradient(other.dtype):
+        return 0.0 if torch.equal(one.cpu(), other.cpu()) else math.inf
+    a, b = wide(one), wide(other)
+    finite = b.isfinite()
+    if not (torch.equal(a.isfinite(), finite) and a[~finite].allclose(b[~finite], equal_nan=True)):
+        return math.inf
+    return float((a - b)[finite].norm() / (b[finite].norm() + floor + 1e-30))
