@@ -192,7 +192,7 @@ class Engine:
                     f"rank 0 (a learning rate, for example; here {self.updater.described()}): set "
                     "model.optimizer.param_groups alike on all ranks"
                 )
-            for ranks in self._layout.alike():
+            for ranks in self._layout.alike:
                 if len({digests[rank] for rank in ranks}) > 1:
                     raise RowsError(
                         f"train_step: ranks {list(ranks)}, which are one pipeline, were given "
