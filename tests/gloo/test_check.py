@@ -62,6 +62,48 @@ class Behind(nn.Module):
         return x + self.second(y.square())  # type: ignore[no-any-return]
 
 
+class Evaluated(Listener):
+    """Listens in evaluation mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self, x) if self.training else super().forward(x)
+
+
+class Growing:
+    """Makes a layer with larger weights at every call."""
+
+    calls = 0
+
+    def __call__(self) -> nn.Module:
+        self.calls += 1
+        made = nn.Linear(WIDTH, WIDTH)
+        made.weight.data.mul_(self.calls)
+        return made
+
+
+class Fading:
+    """A loss that depends on how often it was called."""
+
+    calls = 0
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.mse_loss(output, targets) * self.calls
+
+
+class Normed(torch.optim.SGD):
+    """Divides the learning rate by the norm of all that it updates."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        (group,) = self.param_groups
+        rate = group["lr"]
+        group["lr"] /= sum(float(one.square().sum()) for one in group["params"]) ** 0.5 + 1
+        super().step(closure)
+        group["lr"] = rate
+
+
 class Coupled(torch.optim.SGD):
     """Scales all gradients by the norm of all."""
 
@@ -107,7 +149,7 @@ def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def found(kind: str, degrees: dict[str, Any]) -> str:
     torch.manual_seed(0)
     Teller.told = None
-    listener = Late if kind == "raises" else Listener
+    listener = {"raises": Late, "evaluated": Evaluated}.get(kind, Listener)
     inner: list[nn.Module] = [Teller(WIDTH, WIDTH), listener(WIDTH, WIDTH)]
     if kind == "slice":
         inner = [Shift()]
@@ -115,16 +157,22 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [Behind()]
     elif kind in ("right", "norm", "refused"):
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
-    if kind == "norm":
-        degrees = {**degrees, "optimizer": lambda groups: Coupled(groups["all"], lr=0.1)}
-    layers = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
+    elif kind in ("begins", "fading", "update"):
+        inner = []
+    if optimizer := {"norm": Coupled, "update": Normed}.get(kind):
+        degrees = {**degrees, "optimizer": lambda groups: optimizer(groups["all"], lr=0.1)}
+    layers: list[Any] = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
     batches = [(torch.randn(ROWS, 4, WIDTH), torch.randn(ROWS, 4, WIDTH)) for _ in range(2)]
-    loss: Any = nn.functional.mse_loss
+    loss: Any = Fading() if kind == "fading" else nn.functional.mse_loss
     if kind == "odd":  # and the second batch counts nothing
         layers[1] = Counting()
         loss = squares
         batches[1][1].fill_(-10.0)
         degrees = {**degrees, "loss_reduction": "tokens", "optimizer": limited}
+    elif kind == "begins":
+        layers[1] = Growing()
+    elif kind == "twice":
+        layers = [nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH)]
     elif kind == "eight":  # a block that is itself a linear layer
         layers = [nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, WIDTH)]
     elif kind == "none":
@@ -154,6 +202,11 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
         ("behind", {"pp": 2, "recompute": "selective"}, "gradient, in step 1 (likely: recompute="),
+        ("begins", {"pp": 2}, "layers[1]: 'weight' begins with other values"),
+        ("fading", {"shard": 2}, "loss_fn: the loss is"),
+        ("evaluated", {"pp": 2}, "loss_fn: the loss of an evaluation is"),
+        ("update", {"shard": 2}, "is updated otherwise by the same gradient"),
+        ("twice", {"pp": 2, "recompute": "full"}, "layers[1]: 'calls' that the layer keeps"),
         ("refused", {"pp": 2}, "ValueError: inputs: needs a gradient"),
         ("norm", {"pp": 2}, "has another gradient, in step 1 (likely: a hook"),
     ],

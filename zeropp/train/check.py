@@ -399,7 +399,7 @@ class _Comparison:
                     5,
                     f"{index}.{name}",
                     far / self._tolerance,
-                    "which the layer keeps, is another number",
+                    "that the layer keeps is another number",
                     self._cause(),
                 )
 
