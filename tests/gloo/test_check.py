@@ -92,14 +92,14 @@ class Fading:
 
 
 class Normed(torch.optim.SGD):
-    """Divides the learning rate by the norm of all that it updates."""
+    """Changes the learning rate a little by the norm of all that it updates."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step."""
         (group,) = self.param_groups
         rate = group["lr"]
-        group["lr"] /= sum(float(one.square().sum()) for one in group["params"]) ** 0.5 + 1
+        group["lr"] *= 1 + 1e-3 * sum(float(x.square().sum()) for x in group["params"]) ** 0.5
         super().step(closure)
         group["lr"] = rate
 
@@ -159,6 +159,8 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
     elif kind in ("begins", "fading", "update"):
         inner = []
+    elif kind == "attention":  # the gradient of a key's bias is zero but for rounding
+        inner = [nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)]
     if optimizer := {"norm": Coupled, "update": Normed}.get(kind):
         degrees = {**degrees, "optimizer": lambda groups: optimizer(groups["all"], lr=0.1)}
     layers: list[Any] = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
@@ -194,6 +196,8 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
     [
         ("right", {"pp": 2}, "2 steps"),
         ("right", {"shard": 2}, "2 steps"),
+        ("attention", {"shard": 2}, "2 steps"),
+        ("attention", {"context": 2}, "2 steps"),
         ("odd", {"pp": 2}, "2 steps"),
         ("odd", {"shard": 2}, "2 steps"),
         ("eight", {"shard": 2, "precision": "fp8"}, "2 steps"),

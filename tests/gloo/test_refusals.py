@@ -92,7 +92,10 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
         ("unit: ranks differ: rank 0 has 1 where rank 1 has 2; every", {"pp": 2, "unit": 1 + rank}),
         # Before what one rank then finds wrong with its own.
         ("pp: ranks differ: rank 0 has 2 where rank 1 has 3; every", {"pp": 2 + rank}),
-        ("got an unexpected keyword argument 'global_bacth'", {"global_bacth": 4}),
+        (
+            "unexpected keyword argument 'global_bacth' (did you mean 'global_batch'?)",
+            {"global_bacth": 4},
+        ),
         ("InfeasibleError: device='cuda:7': ", {"device": "cuda:7"}),
         ("InfeasibleError: device='gpu': is none of torch's devices", {"device": "gpu"}),
         (
