@@ -129,6 +129,33 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
+class Scaled(nn.Module):
+    """Has a keyword input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(x) * scale[:, None, None]  # type: ignore[no-any-return]
+
+
+class Handing(nn.Module):
+    """Hands all that it takes to the layer inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, **named: Tensor) -> Tensor:
+        return self.inner(x, **named)  # type: ignore[no-any-return]
+
+
+def weighted(output: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """A mean with weights of rows."""
+    return ((output - targets).square() * weight[:, None, None]).mean()
+
+
 def limited(groups: Any) -> torch.optim.Optimizer:
     """SGD, before which every number of a gradient is limited, as is right on shards, too."""
     optimizer = torch.optim.SGD(groups["all"], lr=0.1)
@@ -159,12 +186,12 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
     elif kind in ("begins", "fading", "update"):
         inner = []
-    elif kind == "attention":  # the gradient of a key's bias is zero but for rounding
+    elif kind == "attention":  # which evaluations run by a kernel of its own in one process
         inner = [nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)]
     if optimizer := {"norm": Coupled, "update": Normed}.get(kind):
         degrees = {**degrees, "optimizer": lambda groups: optimizer(groups["all"], lr=0.1)}
     layers: list[Any] = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
-    batches = [(torch.randn(ROWS, 4, WIDTH), torch.randn(ROWS, 4, WIDTH)) for _ in range(2)]
+    batches: list[Any] = [tuple(torch.randn(2, ROWS, 4, WIDTH)) for _ in range(2)]
     loss: Any = Fading() if kind == "fading" else nn.functional.mse_loss
     if kind == "odd":  # and the second batch counts nothing
         layers[1] = Counting()
@@ -175,6 +202,11 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         layers[1] = Growing()
     elif kind == "twice":
         layers = [nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH)]
+    elif kind == "named":
+        layers[1], loss = Handing(Scaled()), weighted
+        named = {"scale": torch.rand(ROWS), "weight": torch.rand(ROWS)}
+        degrees = {**degrees, "sample_keywords": {name: x[:2] for name, x in named.items()}}
+        batches = [(*batch, named) for batch in batches]
     elif kind == "eight":  # a block that is itself a linear layer
         layers = [nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, WIDTH)]
     elif kind == "none":
@@ -196,8 +228,9 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
     [
         ("right", {"pp": 2}, "2 steps"),
         ("right", {"shard": 2}, "2 steps"),
-        ("attention", {"shard": 2}, "2 steps"),
+        ("attention", {"context": 2, "precision": "bf16"}, "2 steps"),
         ("attention", {"context": 2}, "2 steps"),
+        ("named", {"pp": 2}, "2 steps"),
         ("odd", {"pp": 2}, "2 steps"),
         ("odd", {"shard": 2}, "2 steps"),
         ("eight", {"shard": 2, "precision": "fp8"}, "2 steps"),

@@ -73,7 +73,7 @@ class Engine:
     ) -> None:
         layout, schedule, divisor = plan.layout, plan.schedule, _divisor(plan, settings)
         self._layout, self._device = layout, device
-        self.loss, self.layers = loss, dict(sorted(layers.items()))
+        self.loss, self.layers, self.sizes = loss, dict(sorted(layers.items())), sizes
         self.steps_done, self._global_batch = 0, plan.global_batch
         self._compare_every = settings.compare_replicas
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)

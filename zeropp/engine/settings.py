@@ -262,7 +262,7 @@ def read(
     for name in given:
         if name not in known:
             near = [f" (did you mean {one!r}?)" for one in get_close_matches(name, known, 1)]
-            raise TypeError(f"unexpected keyword argument {name!r}{''.join(near)}")
+            raise TypeError(f"parallelize: unexpected keyword argument {name!r}{''.join(near)}")
     settings = Settings(**{name: value for name, value in own.items() if value} | given)
     copies = 1 if settings.layout.replicate_zero else settings.layout.replicate
     if settings.compare_replicas and copies == 1 and settings.replicate != "auto":

@@ -210,7 +210,8 @@ def _walk(
             module, elsewhere = _copied(made, sample.device, owners, copies=is_module)
         check_layer(module, index)
         module.to(sample.device)
-        names = keywords_of(module).union(keywords if takes_all(module) else ())
+        with refused(f"{where}: cannot be called with the keyword inputs"):
+            names = _named(module, value, keywords)
         counts_itself = POSITIONS in names and not getattr(made, "counts_from_zero", False)
         if context is not None and counts_itself and not context.packs:
             raise InfeasibleError(
@@ -237,6 +238,19 @@ def _walk(
         )
         walked.append(sizes)
     return walked
+
+
+def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> frozenset[str]:
+    """The names of a layer's keyword inputs; with ``**kwargs`` all, if it takes them."""
+    names = keywords_of(module)
+    if not takes_all(module) or keywords.keys() <= names:
+        return names
+    try:
+        with torch.no_grad():
+            copy.deepcopy(module)(*_leaves_of(value), **keywords)
+    except TypeError:  # something inside takes no such name
+        return names
+    return names | keywords.keys()
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

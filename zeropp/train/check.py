@@ -188,7 +188,12 @@ class _Comparison:
             self._plain = plain = [plain[0], *blocks, *plain[1:][-1:]]
         loss = Loss(loss_fn, settings.loss_reduction, given=settings.sample_keywords)
         self._alone = OneProcess(
-            plain, [*self.masters.values()], loss, compute=compute, seed=settings.dropout_seed
+            plain,
+            [*self.masters.values()],
+            loss,
+            compute=compute,
+            seed=settings.dropout_seed,
+            names=[layer.names for layer in model.engine.sizes],
         )
         groups = defaultdict[str, list[nn.Parameter]](list)
         for name, one in self.masters.items():

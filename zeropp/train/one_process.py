@@ -15,9 +15,7 @@ from zeropp.engine.layers.values import (
     Value,
     cast,
     chosen,
-    keywords_of,
     may_have_gradient,
-    takes_all,
     tensors_of,
     without_scalars,
 )
@@ -29,7 +27,8 @@ class OneProcess:
     """``layers`` that are called one after another, and whose ``masters``, which are as many
     parameters in their order, an optimizer updates. Gradients come from one backward per
     microbatch and are added up in ``sums``, by default the masters' type. ``compute``: the type to
-    which a layer's floating-point inputs are cast. ``seed``: of what layers draw."""
+    which a layer's floating-point inputs are cast. ``seed``: of what layers draw. ``names``: of the
+    keyword inputs that each layer takes."""
 
     layers: Sequence[nn.Module]
     masters: Sequence[nn.Parameter]
@@ -37,6 +36,7 @@ class OneProcess:
     sums: torch.dtype | None = None
     compute: torch.dtype | None = None
     seed: int | None = None
+    names: Sequence[frozenset[str]] = ()
 
     def gradients(self, batch: Microbatches, step: int) -> Tensor:
         """Set the masters' ``grad`` to that of a whole batch; returns its loss."""
@@ -81,9 +81,7 @@ class OneProcess:
             for index, layer in enumerate(self.layers):
                 if self.seed is not None and step is not None:
                     seed_piece(self.seed, step, number, index)
-                own = chosen(
-                    keywords, keywords_of(layer).union(keywords if takes_all(layer) else ())
-                )
+                own = chosen(keywords, self.names[index]) if keywords else {}
                 own = dict(zip(own, cast(list(own.values()), self.compute), strict=True))
                 output = layer(*cast(tensors_of(given), self.compute), **own)
                 given, scalars = without_scalars(output)
