@@ -23,7 +23,7 @@ from baselines.private_names import (
     scale_all,
     with_real_tensors,
 )
-from zeropp.engine.update.update_rules import clip_factor, square_norm
+from zeropp.engine.update.update_rules import clip_factor, norm_power
 from zeropp.schedule.plan import SizedPlan
 from zeropp.types.layout import Layout
 from zeropp.types.training import StepResult
@@ -120,7 +120,7 @@ def finish_step(
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     totals[0] = loss
-    totals[1] = square_norm(
+    totals[1] = norm_power(
         ((local(g), _copies(g, layout)) for parameter, g in held if parameter is not copy), device
     )
     dist.all_reduce(totals)

@@ -28,7 +28,7 @@ from baselines.deepspeed_3d.private_names import (
 from baselines.deepspeed_3d.tensor_parallel import cut_piece, whole_parameter
 from baselines.model import Block, build_piece
 from zeropp.engine.action_recorder import ActionRecorder
-from zeropp.engine.update.update_rules import build_optimizer, clip_factor, square_norm
+from zeropp.engine.update.update_rules import build_optimizer, clip_factor, norm_power
 from zeropp.price.programs import program_named
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
@@ -180,7 +180,7 @@ class DeepSpeedTrainer(ActionRecorder, ABC):
                 whole = not hasattr(parameter, "cut_dim")
                 parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
         # Of a gradient that several ranks hold, each counts its share.
-        total = square_norm(parts, self._device)
+        total = norm_power(parts, self._device)
         dist.all_reduce(total)
         self._grad_norm = total.sqrt()
         if self._clip_norm:

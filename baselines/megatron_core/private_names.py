@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.update.update_rules import square_norm
+from zeropp.engine.update.update_rules import norm_power
 from zeropp.schedule.program import Op
 
 # Functions of Megatron-Core that a GPU runs as one compiled kernel each, where there is none.
@@ -60,7 +60,7 @@ def _l2_norm(size: int, flag: Tensor, lists: list[list[Tensor]], *_: Any) -> tup
     gradient, and whose norm of one large tensor is off on a CPU."""
     del size, flag
     (gradients,) = lists
-    squares = square_norm(((one, 1) for one in gradients), gradients[0].device)
+    squares = norm_power(((one, 1) for one in gradients), gradients[0].device)
     return squares.sqrt().float().view(1), None
 
 

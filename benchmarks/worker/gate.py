@@ -15,15 +15,18 @@ What is compared
     Adam's epsilon is as large as gradients are. With the usual 1e-8 rounding would change the sign
     of an update where a gradient is near zero, and scaled gradients would give the same update.
 
-Two parts of a run in bf16
+A run in 16 or 8 bits has parts
     What bf16 rounds hides a few percent of a gradient. So the same configuration is compared in
     fp32 first, where nothing is hidden, and then in bf16, for mistakes that only bf16 has: weights,
-    sums or losses in too narrow a type, copies in bf16 that are not those of the masters. A
-    configuration that cannot run in fp32 is compared in bf16 alone, and the record says so.
-    In bf16 the first step is also taken with each rank's microbatches in another order
-    (``order_checks``). Each microbatch is rounded as before, so that only the rounding of their sum
-    can differ: by 1e-6 if it is summed in fp32, by 1e-3 if in bf16. In which type replicas send
-    each other their sums is the contender's choice, as in DeepSpeed, which sends bf16.
+    sums or losses in too narrow a type, copies in bf16 that are not those of the masters. What 8
+    bits round hides more. So a run in 8 bits is compared in these two and then as it is, for
+    mistakes of its conversion. A configuration that cannot run in fp32 is compared without, and the
+    record says so.
+    In bf16 and in 8 bits the first step is also taken with each rank's microbatches in another
+    order (``order_checks``). Each microbatch is rounded as before, so that only the rounding of
+    their sum can differ: by 1e-6 if it is summed in fp32, by 1e-3 if in bf16. In which type
+    replicas send each other their sums is the contender's choice, as in DeepSpeed, which sends
+    bf16.
 
 The initial weights
     They are drawn with standard deviation 1/sqrt(hidden). With GPT-2's 0.02 the attention scores of
@@ -65,11 +68,13 @@ schedule and microbatches: the gate finds mistakes in parallelism, which do not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -82,21 +87,22 @@ from benchmarks.worker.data import BatchSource, local_batch
 from benchmarks.worker.one_process import (
     EXACT,
     OneProcess,
-    Trajectory,
     asks_for_narrow_sums,
     remembered,
     types_of,
 )
 from zeropp.choose.contender import Contender
+from zeropp.engine.ranks.errors import gathered
 from zeropp.price import parameter_count
+from zeropp.train.one_process import apart, wide
 from zeropp.types.layout import InfeasibleError, Layout
+from zeropp.types.literals import Precision
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig, Trainer
 
 STEPS = 3
 _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
 _LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
-_BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
 MAX_PARAMETERS = 100_000_000
 MAX_STEPS = 50  # of a run whose losses are compared with one process's
 _SEQ = 64  # of a reduced model
@@ -112,36 +118,24 @@ _NUMBERS = ("loss", "gradient norm")
 _MOST = 1e12  # is written for an infinite error or limit, which JSON cannot express
 
 
-@dataclass(frozen=True)
-class Distances:
-    """How far some steps are from those of one process, relative to its values.
-
-    ``losses`` and ``grad_norms``: fp64 [steps]; ``updates`` (the norm of an update's difference)
-    and ``scales`` (the size of its part along the update): fp64 [steps, parameters]. A value that
-    is missing or not a number is infinite.
-    """
-
-    losses: Tensor
-    grad_norms: Tensor
-    updates: Tensor
-    scales: Tensor
+# How far a step is from that of one process: of the loss, the gradient norm and every parameter's
+# update, by name, the L2 norm of the difference, and the size of its part along what was expected,
+# both relative to it; infinite where it is not a number.
+Distances = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What one process does with an optimizer. It is equal on all ranks except for ``updates``.
+    """What one process does with an optimizer; equal on all ranks except for ``updates``.
 
-    ``losses`` and ``grad_norms``: fp64 [steps]. ``update_norms``: fp64 [steps, parameters], in the
-    order of ``shapes``. ``rounding``: how far from it one process with the types of the run is,
-    once per way of rounding. ``updates``: the update of every parameter by name, one mapping per
-    step, on rank 0 only.
+    ``sizes``: of each step the loss, the gradient norm and the norms of all parameters' updates, by
+    name. ``rounding``: how far from these one process with the types of the run is at most.
+    ``updates``: those of every parameter by name (fp32, on the CPU), on rank 0 only.
     """
 
     optimizer: OptimizerConfig
     shapes: dict[str, torch.Size]
-    losses: Tensor
-    grad_norms: Tensor
-    update_norms: Tensor
+    sizes: Sequence[dict[str, float]]
     rounding: Sequence[Distances]
     updates: Sequence[dict[str, Tensor]]
 
@@ -194,75 +188,27 @@ def expect(
     """Let rank 0 train the whole model alone, with wider types and with those of the run, and
     broadcast the results. All ranks must call it."""
     shapes = {name: p.shape for name, p in build_model(spec.model, 0, "meta").named_parameters()}
-    count = len(shapes)
-    ways = (False, True) if spec.precision != "fp32" else (False,)  # of rounding
-    tables = torch.zeros(1 + len(ways), STEPS, 2 + 2 * count, dtype=torch.float64)
-    updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
+    numbers: Any = None
+    updates: Sequence[dict[str, Tensor]] = [{}] * STEPS
     if dist.get_rank() == 0:
 
-        def train() -> tuple[list[Tensor], Sequence[dict[str, Tensor]]]:
+        def train() -> tuple[Any, Any, Sequence[dict[str, Tensor]]]:
             exact = OneProcess(spec, batches, device, EXACT[spec.precision]).train(optimizer, STEPS)
-            found = [_sizes(exact, shapes)]
-            for halves in ways:
+            steps = [*map(_step, exact.losses, exact.grad_norms, exact.updates)]
+            sizes = [{name: float(wide(x).norm()) for name, x in step.items()} for step in steps]
+            ways = []  # of rounding
+            for halves in (False, True) if spec.precision != "fp32" else (False,):
                 alone = OneProcess(spec, batches, device, types_of(spec), halves=halves)
-                found.append(_apart(exact, alone.train(optimizer, STEPS), shapes))
-            return found, exact.updates
+                narrow = alone.train(optimizer, STEPS)
+                found = map(_step, narrow.losses, narrow.grad_norms, narrow.updates)
+                ways.append(map(_distances, found, steps))
+            return sizes, [_largest(step) for step in zip(*ways, strict=True)], exact.updates
 
-        found, updates = remembered(known, spec, device, f"gate {optimizer} {STEPS}", train)
-        tables = torch.stack(found)
-    dist.broadcast(tables, 0)
-    sizes, *apart = tables
-    relative = [(table / sizes).nan_to_num(nan=0.0) for table in apart]
+        *numbers, updates = remembered(known, spec, device, f"gate {optimizer} {STEPS}", train)
+    sizes, rounding = gathered(numbers)[0]
     return Expected(
-        optimizer=optimizer,
-        shapes=shapes,
-        losses=sizes[:, 0],
-        grad_norms=sizes[:, 1],
-        update_norms=sizes[:, 2 : 2 + count],
-        rounding=[_distances_in(table) for table in relative],
-        updates=updates,
+        optimizer=optimizer, shapes=shapes, sizes=sizes, rounding=rounding, updates=updates
     )
-
-
-def _sizes(exact: Trajectory, names: Iterable[str]) -> Tensor:
-    """One row per step: loss, gradient norm, and twice the norm of each parameter's update."""
-    rows = []
-    for loss, norm, updates in zip(exact.losses, exact.grad_norms, exact.updates, strict=True):
-        norms = [norm_of(updates[name]) for name in names]
-        rows.append([loss, norm, *norms, *norms])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def _apart(exact: Trajectory, other: Trajectory, names: Iterable[str]) -> Tensor:
-    """The differences of another trajectory in the quantities of ``_sizes``: for updates their
-    norms, and then their parts along the updates."""
-    rows = []
-    for step, (wide, narrow) in enumerate(zip(exact.updates, other.updates, strict=True)):
-        pairs = [_difference(narrow[name], wide[name]) for name in names]
-        loss = abs(other.losses[step] - exact.losses[step])
-        norm = abs(other.grad_norms[step] - exact.grad_norms[step])
-        rows.append([loss, norm, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def _difference(update: Tensor, expected: Tensor) -> tuple[float, float]:
-    """(L2 norm of what an update differs from the expected one, the part of it that points along
-    the expected one)."""
-    wanted = expected.flatten().double()
-    apart = update.flatten().double() - wanted
-    norm = norm_of(wanted)
-    return norm_of(apart), abs(float(apart @ wanted)) / norm if norm else 0.0
-
-
-def _distances_in(table: Tensor) -> Distances:
-    """A table with the columns of ``_sizes``."""
-    updates, scales = table[:, 2:].chunk(2, dim=1)
-    return Distances(table[:, 0], table[:, 1], updates, scales)
-
-
-def norm_of(values: Tensor) -> float:
-    """The L2 norm, summed in fp64."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def observe(
@@ -272,26 +218,24 @@ def observe(
     batches: BatchSource,
     device: torch.device,
     expected: Expected,
-) -> Distances:
+) -> list[Distances]:
     """Train as many steps as the reference and compare after each; the distances are the largest of
     all ranks. All ranks must call it."""
     before = _copies(trainer)
-    rows = []
-    for step, updates in enumerate(expected.updates):
+    found = []
+    for step, sizes in enumerate(expected.sizes):
         result = trainer.step(*local_batch(batches, layout, step, device))
         after = _copies(trainer)
-        loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
-        pairs = _differences(before, after, updates=updates, shapes=expected.shapes, device=device)
-        sizes = expected.update_norms[step].tolist()
-        rows.append(
-            [abs(float(result.loss) - loss) / loss, abs(float(result.grad_norm) - norm) / norm]
+        updates = {name: after[name] - before[name] for name in after}
+        wanted = _from_rank_0(expected.updates[step], expected.shapes, device)
+        found.append(
+            _distances(
+                _step(float(result.loss), float(result.grad_norm), updates),
+                _step(sizes[_NUMBERS[0]], sizes[_NUMBERS[1]], wanted),
+            )
         )
-        for part in zip(*pairs, strict=True):  # the norms, then the parts along the updates
-            rows[-1] += [_relative(x, size) for x, size in zip(part, sizes, strict=True)]
         before = after
-    table = torch.tensor(rows, dtype=torch.float64).nan_to_num(nan=math.inf).to(device)
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return _distances_in(torch.where(table < 0, math.inf, table).cpu())  # what no rank gave
+    return [_largest(of_ranks) for of_ranks in zip(*gathered(found), strict=True)]
 
 
 def _copies(trainer: Trainer) -> dict[str, Tensor]:
@@ -299,49 +243,46 @@ def _copies(trainer: Trainer) -> dict[str, Tensor]:
     return {name: parameter.clone() for name, parameter in trainer.full_parameters()}
 
 
-def _relative(difference: float, size: float) -> float:
-    """A difference relative to what was expected; -1, which says that there is none, stays."""
-    if difference <= 0:
-        return difference
-    return difference / size if size else math.inf
+def _from_rank_0(
+    updates: dict[str, Tensor], shapes: dict[str, torch.Size], device: torch.device
+) -> dict[str, Tensor]:
+    """What rank 0 has of every parameter, on the CPU; all in one message."""
+    sizes = [shape.numel() for shape in shapes.values()]
+    values = torch.empty(sum(sizes), device=device)
+    if updates:
+        values = torch.cat([updates[name].flatten() for name in shapes]).to(device)
+    dist.broadcast(values, 0)
+    parts = torch.split(values.cpu(), sizes)
+    return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
 
 
-def _differences(
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
-    *,
-    updates: dict[str, Tensor],
-    shapes: dict[str, torch.Size],
-    device: torch.device,
-) -> Iterator[tuple[float, float]]:
-    """Per parameter, the ``_difference`` between this rank's update and that of rank 0's one
-    process; -1 for parameters that this rank does not hold."""
-    for names in _batches(shapes):
-        sizes = [shapes[name].numel() for name in names]
-        wanted = torch.empty(sum(sizes), device=device)
-        if updates:
-            wanted = torch.cat([updates[name].flatten() for name in names]).to(device)
-        dist.broadcast(wanted, 0)
-        for name, update in zip(names, torch.split(wanted.cpu(), sizes), strict=True):
-            if name in after:
-                yield _difference(after[name].double() - before[name], update)
-            else:
-                yield -1.0, -1.0
+def _step(loss: float, norm: float, updates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All that is compared of a step, by name."""
+    return dict(zip(_NUMBERS, map(torch.tensor, (loss, norm)), strict=True)) | dict(updates)
 
 
-def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
-    """The names of the parameters in their order, in groups that are broadcast together, so that
-    small parameters do not cost one broadcast each."""
-    names: list[str] = []
-    elements = 0
-    for name, shape in shapes.items():
-        names.append(name)
-        elements += shape.numel()
-        if elements >= _BROADCAST_ELEMENTS:
-            yield names
-            names, elements = [], 0
-    if names:
-        yield names
+def _distances(step: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Distances:
+    """How far what there is of a step is from what was expected."""
+    found: Distances = {}
+    for name, one in step.items():
+        b, far = wide(expected[name]).flatten(), _far(one, expected[name])
+        along = abs(float((wide(one).flatten() - b) @ b)) / (float(b @ b) + 1e-60)
+        found[name] = far, along if far < math.inf else far
+    return found
+
+
+def _far(one: Tensor, expected: Tensor) -> float:
+    """Their distance over what was expected, infinite where that is not of numbers."""
+    return apart(one, expected) if bool(expected.isfinite().all()) else math.inf
+
+
+def _largest(every: Iterable[Distances]) -> Distances:
+    """The largest distances of several ranks, or of several ways to round."""
+    found: Distances = {}
+    for name, (far, along) in (pair for one in every for pair in one.items()):
+        most = found.get(name, (0.0, 0.0))
+        found[name] = max(far, most[0]), max(along, most[1])
+    return found
 
 
 def run_gate(
@@ -381,18 +322,18 @@ def run_gate(
 
 
 def gate_parts(spec: RunSpec) -> list[RunSpec]:
-    """The specs that are compared one after another: of a bf16 run its twin in fp32 first, if that
-    has a plan."""
-    if spec.precision == "fp32":
-        return [spec]
-    narrow = [name for name, value in vars(spec.contender).items() if value == "bf16"]
-    knobs: Any = replace(spec.contender, **dict.fromkeys(narrow, "fp32"))  # type: ignore[type-var]
-    twin = replace(spec, precision="fp32", contender=knobs)
-    try:
-        twin.plan()
-    except InfeasibleError:
-        return [spec]
-    return [twin, spec]
+    """The specs that are compared one after another: first the run's twins with more bits that have
+    a plan, from fp32 on."""
+    parts = []
+    for precision in takewhile(lambda one: one != spec.precision, get_args(Precision)):
+        narrow = [n for n, value in vars(spec.contender).items() if value == "bf16"]
+        wider = dict.fromkeys(narrow if precision == "fp32" else (), "fp32")
+        knobs: Any = replace(spec.contender, **wider)  # type: ignore[type-var]
+        twin = replace(spec, precision=precision, contender=knobs)
+        with suppress(InfeasibleError):
+            twin.plan()
+            parts.append(twin)
+    return [*parts, spec]
 
 
 def order_checks(
@@ -402,11 +343,12 @@ def order_checks(
     device: torch.device,
     sgd: OptimizerConfig,
 ) -> list[GateCheck]:
-    """Of a bf16 run, the first step's update of all parameters against that with every rank's
-    microbatches in another order; none where sums of two are the same in any order, or are asked
-    for in bf16. On a GPU attention may add with atomics, so that two runs of one step differ: where
-    the orders differ more than sums in fp32 do, the step runs once more in the first order, and the
-    limit is raised by how far apart those two are. All ranks must call it."""
+    """Of a run in 16 or 8 bits, the first step's update of all parameters of a rank against that
+    with every rank's microbatches in another order, at its largest on any rank; none where sums of
+    two are the same in any order, or are asked for in bf16. On a GPU attention may add with
+    atomics, so that two runs of one step differ: where the orders differ more than sums in fp32 do,
+    the step runs once more in the first order, and the limit is raised by how far apart those two
+    are. All ranks must call it."""
     if spec.model.dropout:  # masks have an order
         spec = replace(spec, model=replace(spec.model, dropout=0.0))
     plan = spec.plan()
@@ -414,31 +356,19 @@ def order_checks(
         return []
     rows = local_batch(batches, plan.layout, 0, device)
 
-    def update(first: int) -> dict[str, Tensor]:
+    def update(first: int) -> Tensor:
         trainer = contender.build(plan, sgd, device, spec.seed)
         before = _copies(trainer)
         trainer.step(*(part.roll(-first, dims=0) for part in rows))
-        return {name: p - before[name] for name, p in trainer.full_parameters()}
+        return torch.cat([(p - before[n]).flatten() for n, p in trainer.full_parameters()])
 
     in_order, limit = update(0), spec.measure.gate_tolerance + _ORDER
-    error = _apart_on_all(in_order, update(plan.microbatch_size), device)
+    error = max(gathered(_far(update(plan.microbatch_size), in_order)))
     if limit < error < math.inf:
-        again = _apart_on_all(in_order, update(0), device)
+        again = max(gathered(_far(update(0), in_order)))
         limit += _SAME * again if again < math.inf else 0.0
-    kind = f"{_ORDERED} (sgd, bf16)"
+    kind = f"{_ORDERED} (sgd, {spec.precision})"
     return [GateCheck(kind=kind, worst="", step=1, error=min(error, _MOST), limit=limit)]
-
-
-def _apart_on_all(
-    update: dict[str, Tensor], other: dict[str, Tensor], device: torch.device
-) -> float:
-    """The relative distance of two updates of all parameters, over all ranks; infinite where it is
-    not a number."""
-    squares = torch.zeros(2, dtype=torch.float64, device=device)
-    for name, values in update.items():
-        squares += squares.new_tensor([norm_of(values - other[name]), norm_of(values)]).square()
-    dist.all_reduce(squares)  # ranks with the same parameters count as often in both
-    return float((squares[0] / squares[1]).sqrt().nan_to_num(nan=math.inf))
 
 
 def losses_of_one_process(
@@ -521,48 +451,44 @@ def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[s
     )
 
 
-def checks_of(spec: RunSpec, expected: Expected, observed: Distances) -> list[GateCheck]:
+def checks_of(spec: RunSpec, expected: Expected, observed: Sequence[Distances]) -> list[GateCheck]:
     """The checks of the steps with one optimizer: loss, gradient norm, all parameters together, and
     for each kind of parameter (its name without the piece's number) the worst parameter and step;
     in bf16 also their scales."""
     words = f"({expected.optimizer.kind}, {spec.precision})"
-    rounding = [quantities(expected, distances) for distances in expected.rounding]
+    is_exact = spec.precision == "fp32"  # nothing is hidden there
+    seen, rounds = ([*map(_with_all, expected.sizes, of)] for of in (observed, expected.rounding))
     kinds: dict[str, list[GateCheck]] = {}
-    for (name, quantity), errors in quantities(expected, observed).items():
-        if quantity == "scale" and spec.precision == "fp32":
-            continue  # nothing is hidden there
-        kind = " ".join(filter(None, (name.partition(".")[2] or name, quantity, words)))
-        rounds = (
-            torch.stack([of[name, quantity] for of in rounding]).nan_to_num(nan=0.0).amax(dim=0)
-        )
-        limits = spec.measure.gate_tolerance + _FACTOR * rounds.max().expand(len(errors))
-        if spec.precision != "fp32" and name not in _NUMBERS and not quantity:
-            limits = limits.clone()
-            limits[0] = spec.measure.gate_tolerance + _FIRST * rounds[0]
-        worst = name if name in expected.shapes else ""
-        errors = errors.nan_to_num(nan=math.inf)  # where one process diverges and gets no numbers
-        step = int((errors / limits).argmax())
-        error, limit = (min(float(numbers[step]), _MOST) for numbers in (errors, limits))
+    for name, place in product(seen[0], (0, 1)):
+        is_number = name in _NUMBERS
+        if place and (is_exact or is_number):
+            continue
+        rounding = [one[name][place] for one in rounds]
+        rounding = [one if one < math.inf else 0.0 for one in rounding]
+        limits = [spec.measure.gate_tolerance + _FACTOR * max(rounding)] * len(seen)
+        if not (is_exact or is_number or place):
+            limits[0] = spec.measure.gate_tolerance + _FIRST * rounding[0]
+        errors = [one[name][place] for one in seen]
+        errors = [one if one < _MOST else _MOST for one in errors]
+        step = max(range(len(seen)), key=lambda i: errors[i] / limits[i])
+        kind = " ".join((name.partition(".")[2] or name, *["scale"] * place, words))
         kinds.setdefault(kind, []).append(
-            GateCheck(kind=kind, worst=worst, step=step + 1, error=error, limit=limit)
+            GateCheck(
+                kind=kind,
+                worst=name if name in expected.shapes else "",
+                step=step + 1,
+                error=errors[step],
+                limit=min(limits[step], _MOST),
+            )
         )
     return [max(checks, key=lambda check: check.error / check.limit) for checks in kinds.values()]
 
 
-def quantities(expected: Expected, distances: Distances) -> dict[tuple[str, str], Tensor]:
-    """The distances of each step, fp64 [steps], by (name, "" or "scale"): of the loss and the
-    gradient norm, and of the updates of all parameters and of each."""
-    sizes = expected.update_norms
-    updates = (distances.updates * sizes).nan_to_num(nan=0.0)  # an update of 0 by nothing
-    scales = (distances.scales * sizes.square()).nan_to_num(nan=0.0)
-    whole = sizes.norm(dim=1)
-    found = {
-        ("loss", ""): distances.losses,
-        ("gradient norm", ""): distances.grad_norms,
-        ("all parameters", ""): updates.norm(dim=1) / whole,
-        ("all parameters", "scale"): scales.sum(dim=1) / whole.square(),
-    }
-    for index, name in enumerate(expected.shapes):
-        found[name, ""] = distances.updates[:, index]
-        found[name, "scale"] = distances.scales[:, index]
-    return found
+def _with_all(sizes: Mapping[str, float], distances: Distances) -> Distances:
+    """The distances of every quantity that has a size, with those of all parameters together."""
+    found = {name: distances.get(name, (math.inf, math.inf)) for name in sizes}
+    norms = {name: size for name, size in sizes.items() if name not in _NUMBERS}
+    whole = math.hypot(*norms.values()) or 1.0
+    far = math.hypot(*(size * found[name][0] for name, size in norms.items())) / whole
+    along = sum(size**2 * found[name][1] for name, size in norms.items()) / whole**2
+    return found | {"all parameters": (far, along)}

@@ -294,13 +294,7 @@ def _then(build: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
 def _first_step(expected: Expected) -> Expected:
     """The same of the first step alone, with the same limits. What is found in it is found in all
     steps; the worst one counts."""
-    return replace(
-        expected,
-        losses=expected.losses[:1],
-        grad_norms=expected.grad_norms[:1],
-        update_norms=expected.update_norms[:1],
-        updates=expected.updates[:1],
-    )
+    return replace(expected, sizes=expected.sizes[:1], updates=expected.updates[:1])
 
 
 @contextmanager

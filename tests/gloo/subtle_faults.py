@@ -182,8 +182,8 @@ NARROW = torch.bfloat16
 
 
 def _in_bf16(fault: Fault) -> Fault:
-    """A fault of runs in bf16, which others do not have."""
-    return lambda place: fault(place) if place.plan.precision == "bf16" else nullcontext(unchanged)
+    """A fault of runs in bf16 and in 8 bits, which those in fp32 do not have."""
+    return lambda place: nullcontext(unchanged) if place.plan.precision == "fp32" else fault(place)
 
 
 def _rounded(tensor: Tensor) -> None:

@@ -62,6 +62,48 @@ class Behind(nn.Module):
         return x + self.second(y.square())  # type: ignore[no-any-return]
 
 
+class Evaluated(Listener):
+    """Listens in evaluation mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self, x) if self.training else super().forward(x)
+
+
+class Growing:
+    """Makes a layer with larger weights at every call."""
+
+    calls = 0
+
+    def __call__(self) -> nn.Module:
+        self.calls += 1
+        made = nn.Linear(WIDTH, WIDTH)
+        made.weight.data.mul_(self.calls)
+        return made
+
+
+class Fading:
+    """A loss that depends on how often it was called."""
+
+    calls = 0
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.mse_loss(output, targets) * self.calls
+
+
+class Normed(torch.optim.SGD):
+    """Changes the learning rate a little by the norm of all that it updates."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        (group,) = self.param_groups
+        rate = group["lr"]
+        group["lr"] *= 1 + 1e-3 * sum(float(x.square().sum()) for x in group["params"]) ** 0.5
+        super().step(closure)
+        group["lr"] = rate
+
+
 class Coupled(torch.optim.SGD):
     """Scales all gradients by the norm of all."""
 
@@ -87,6 +129,33 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
+class Scaled(nn.Module):
+    """Has a keyword input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(x) * scale[:, None, None]  # type: ignore[no-any-return]
+
+
+class Handing(nn.Module):
+    """Hands all that it takes to the layer inside."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, **named: Tensor) -> Tensor:
+        return self.inner(x, **named)  # type: ignore[no-any-return]
+
+
+def weighted(output: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """A mean with weights of rows."""
+    return ((output - targets).square() * weight[:, None, None]).mean()
+
+
 def limited(groups: Any) -> torch.optim.Optimizer:
     """SGD, before which every number of a gradient is limited, as is right on shards, too."""
     optimizer = torch.optim.SGD(groups["all"], lr=0.1)
@@ -107,7 +176,7 @@ def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def found(kind: str, degrees: dict[str, Any]) -> str:
     torch.manual_seed(0)
     Teller.told = None
-    listener = Late if kind == "raises" else Listener
+    listener = {"raises": Late, "evaluated": Evaluated}.get(kind, Listener)
     inner: list[nn.Module] = [Teller(WIDTH, WIDTH), listener(WIDTH, WIDTH)]
     if kind == "slice":
         inner = [Shift()]
@@ -115,16 +184,29 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [Behind()]
     elif kind in ("right", "norm", "refused"):
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
-    if kind == "norm":
-        degrees = {**degrees, "optimizer": lambda groups: Coupled(groups["all"], lr=0.1)}
-    layers = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
-    batches = [(torch.randn(ROWS, 4, WIDTH), torch.randn(ROWS, 4, WIDTH)) for _ in range(2)]
-    loss: Any = nn.functional.mse_loss
+    elif kind in ("begins", "fading", "update"):
+        inner = []
+    elif kind == "attention":  # which evaluations run by a kernel of its own in one process
+        inner = [nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)]
+    if optimizer := {"norm": Coupled, "update": Normed}.get(kind):
+        degrees = {**degrees, "optimizer": lambda groups: optimizer(groups["all"], lr=0.1)}
+    layers: list[Any] = [nn.Linear(WIDTH, WIDTH), *inner, nn.Linear(WIDTH, WIDTH)]
+    batches: list[Any] = [tuple(torch.randn(2, ROWS, 4, WIDTH)) for _ in range(2)]
+    loss: Any = Fading() if kind == "fading" else nn.functional.mse_loss
     if kind == "odd":  # and the second batch counts nothing
         layers[1] = Counting()
         loss = squares
         batches[1][1].fill_(-10.0)
         degrees = {**degrees, "loss_reduction": "tokens", "optimizer": limited}
+    elif kind == "begins":
+        layers[1] = Growing()
+    elif kind == "twice":
+        layers = [nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH)]
+    elif kind == "named":
+        layers[1], loss = Handing(Scaled()), weighted
+        named = {"scale": torch.rand(ROWS), "weight": torch.rand(ROWS)}
+        degrees = {**degrees, "sample_keywords": {name: x[:2] for name, x in named.items()}}
+        batches = [(*batch, named) for batch in batches]
     elif kind == "eight":  # a block that is itself a linear layer
         layers = [nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, WIDTH)]
     elif kind == "none":
@@ -146,6 +228,9 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
     [
         ("right", {"pp": 2}, "2 steps"),
         ("right", {"shard": 2}, "2 steps"),
+        ("attention", {"context": 2, "precision": "bf16"}, "2 steps"),
+        ("attention", {"context": 2}, "2 steps"),
+        ("named", {"pp": 2}, "2 steps"),
         ("odd", {"pp": 2}, "2 steps"),
         ("odd", {"shard": 2}, "2 steps"),
         ("eight", {"shard": 2, "precision": "fp8"}, "2 steps"),
@@ -154,6 +239,11 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
         ("behind", {"pp": 2, "recompute": "selective"}, "gradient, in step 1 (likely: recompute="),
+        ("begins", {"pp": 2}, "layers[1]: 'weight' begins with other values"),
+        ("fading", {"shard": 2}, "loss_fn: the loss is"),
+        ("evaluated", {"pp": 2}, "loss_fn: the loss of an evaluation is"),
+        ("update", {"shard": 2}, "is updated otherwise by the same gradient"),
+        ("twice", {"pp": 2, "recompute": "full"}, "layers[1]: 'calls' that the layer keeps"),
         ("refused", {"pp": 2}, "ValueError: inputs: needs a gradient"),
         ("norm", {"pp": 2}, "has another gradient, in step 1 (likely: a hook"),
     ],

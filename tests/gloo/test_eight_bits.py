@@ -3,7 +3,8 @@ layers torchao has converted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,12 @@ from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.one_process import ROUNDED, OneProcess
 from tests.gloo.cases import CPU, LLAMA, SGD, TEXT, request
+from tests.gloo.gate_faults import find
+from tests.gloo.subtle_faults import Fault, Place, Prepare, patched, unchanged
 from tests.gloo.world import World
+from zeropp.engine.layers import eight_bits
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads, save_early
-from zeropp.engine.layers.eight_bits import to_8_bits
+from zeropp.engine.layers.eight_bits import EightBitProducts, to_8_bits
 from zeropp.types.literals import Precision
 
 pytest.importorskip("torchao", reason="torchao is not installed (pip install -e '.[fp8]')")
@@ -107,3 +111,55 @@ def test_delayed_weight_gradients_are_torchaos_own(bias: bool, early: bool) -> N
     for right, own in [(right_x, own_x), *pairs]:
         assert right.grad is not None and own.grad is not None  # noqa: PT018
         assert torch.equal(right.grad, own.grad)
+
+
+def converting(part: str) -> Fault:
+    """The engine converts otherwise than it should: no block, all but the first, or by row."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        blocks = 0
+
+        def convert(block: nn.Module, device: torch.device) -> nn.Module:
+            nonlocal blocks
+            blocks += 1
+            if part == "none" or (part == "others" and blocks == 1 and place.pp == 0):
+                return block
+            recipe = "rowwise" if part == "rows" else "tensorwise"
+            with mock.patch.object(eight_bits, "_RECIPE", recipe):
+                return to_8_bits(block, device)
+
+        with mock.patch.object(eight_bits, "to_8_bits", convert):
+            yield unchanged
+
+    return fault
+
+
+FAULTS: dict[str, Fault] = {
+    "no block converted": converting("none"),
+    "one block not converted": converting("others"),
+    "a scale per row": converting("rows"),
+    "products in bf16": patched(EightBitProducts, "output", lambda *_: lambda _, x, w: x @ w.t()),
+    "gradients of inputs in bf16": patched(
+        EightBitProducts, "input_gradient", lambda *_: lambda _, grad, w: grad @ w
+    ),
+}
+
+
+def as_it_is(spec: RunSpec) -> list[RunSpec]:
+    """The run's own part of the gate alone."""
+    return [spec]
+
+
+def find_here(spec: RunSpec, names: list[str]) -> dict[str, list[Any]]:
+    """On a rank: ``find`` with the faults of conversions, in 8 bits alone."""
+    with mock.patch.dict("tests.gloo.gate_faults._ALL", FAULTS):
+        return find(spec, names, as_it_is)
+
+
+@pytest.mark.faults
+def test_the_part_of_the_gate_in_8_bits_finds_wrong_conversions(world: World) -> None:
+    spec = request(2, {"name": "zeropp", "pp": 2}, precision="fp8", global_batch=8)
+    for found in world.run(find_here, spec, ["none", *FAULTS], size=2, timeout_s=480):
+        assert found.pop("none") == []
+        assert [name for name, failed in found.items() if not failed] == []

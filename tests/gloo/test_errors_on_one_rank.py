@@ -75,7 +75,7 @@ class Broken(nn.Linear):
         ("layer", "MemoryError: no room", "PeerError: rank 1 raised MemoryError: no room"),
         ("buffers", "OutOfMemoryError: tried", "PeerError: rank 1 raised OutOfMemoryError: tried"),
         ("optimizer", "InfeasibleError: optimizer: cannot", "InfeasibleError: optimizer: cannot"),
-        ("keyword", "TypeError: Settings", "PeerError: rank 1 raised TypeError: Settings.__init"),
+        ("keyword", "TypeError: parallelize", "PeerError: rank 1 raised TypeError: parallelize"),
     ],
 )
 @on_ranks(2)

@@ -26,6 +26,7 @@ from tests.gloo.layers import WIDTH, Kind, One, linear
 from tests.gloo.models import (
     KINDS,
     MICROBATCH,
+    RATE,
     Batch,
     Course,
     apart,
@@ -571,3 +572,23 @@ def resumed(folder: str, expected: dict[str, Tensor]) -> float:
 def test_a_run_goes_on_with_another_context(world: World, tmp_path: Path) -> None:
     expected = course_with_tokens("llama", 2).parameters
     assert 0 < largest(world.run(resumed, str(tmp_path / "step"), expected, size=4)) < 1e-6
+
+
+@on_ranks(2)
+def test_modes_are_those_of_a_module() -> None:
+    """Steps train in the mode that was set last, and an evaluation leaves it as it is."""
+
+    def layers() -> list[nn.Module]:
+        return seeded([linear, lambda: nn.Sequential(linear(), nn.Dropout(0.5)), linear])
+
+    plain, batch = nn.ModuleList(layers()).eval(), data(0)
+    _, losses = trained_alone(list(plain), [batch] * 2, partial(torch.optim.SGD, lr=RATE))
+    with built(layers(), pp=2) as model:
+        x, y = (part[model.rows] for part in batch)
+        assert model.eval() is model
+        assert [model.eval_step(x, y), *steps(model, 0)] == pytest.approx(losses[:1] * 2)
+        assert model.train() is model
+        model.eval_step(x, y)
+        own = [part for layer in model.engine.layers.values() for part in layer.modules()]
+        assert all(part.training for part in own)
+        assert abs(steps(model, 0)[0] - losses[1]) > 1e-6

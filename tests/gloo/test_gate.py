@@ -15,7 +15,7 @@ from baselines.zeropp.contender import ZeroppKnobs
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import local_batch, open_batches
-from benchmarks.worker.gate import Distances, Expected, checks_of, gate_parts, order_checks
+from benchmarks.worker.gate import Expected, checks_of, gate_parts, order_checks
 from tests.gloo.cases import CPU, TIED, request
 from tests.gloo.gate_faults import (
     FAULTS,
@@ -252,17 +252,15 @@ def test_an_optimizer_that_would_hardly_move_is_compared_too(
 
 def test_what_is_not_a_number_is_an_infinite_error_that_json_can_express() -> None:
     spec = spec_of(CASES[0], TWO_STAGES)
-    zero, nothing, infinite = (torch.full((3,), value) for value in (0.0, torch.nan, torch.inf))
+    names = ("loss", "gradient norm", "1.weight")
     expected = Expected(
         optimizer=OptimizerConfig(),
         shapes={"1.weight": torch.Size([1])},
-        losses=nothing,
-        grad_norms=nothing,
-        update_norms=nothing[:, None],
-        rounding=[Distances(zero, zero, zero[:, None], zero[:, None])],
+        sizes=[dict.fromkeys(names, math.nan)] * 3,
+        rounding=[dict.fromkeys(names, (0.0, 0.0))] * 3,
         updates=[],
     )
-    observed = Distances(infinite, infinite, infinite[:, None], infinite[:, None])
+    observed = [dict.fromkeys(names, (math.inf, math.inf))] * 3
     checks = checks_of(spec, expected, observed)
     assert [check.error for check in checks] == [1e12] * 4
     assert all(check.error > check.limit for check in checks)
@@ -323,6 +321,8 @@ def test_the_gate_of_a_bf16_run_finds_subtle_faults(world: World) -> None:
 def test_a_bf16_run_that_cannot_be_planned_in_fp32_is_compared_in_bf16_alone() -> None:
     spec = spec_of(Case("zeropp", "bf16", {}, SHARDS, ()), SHARDS)
     assert [part.precision for part in gate_parts(spec)] == ["fp32", "bf16"]
+    narrow = gate_parts(replace(spec, precision="fp8"))
+    assert [part.precision for part in narrow] == ["fp32", "bf16", "fp8"]
     with mock.patch.object(RunSpec, "plan", side_effect=InfeasibleError("no")):
         assert gate_parts(spec) == [spec]
     sent = replace(spec, contender=ZeroppKnobs(**{**vars(spec.contender), "reduce_dtype": "bf16"}))

@@ -39,7 +39,8 @@ from tests.gloo.models import (
 )
 from tests.gloo.world import World, on_ranks
 from tests.unit.toy_spec import mapping
-from zeropp.engine.update.update_rules import clip_factor, square_norm
+from zeropp.engine.ranks.errors import gathered
+from zeropp.engine.update.update_rules import clip_factor, norm_power
 from zeropp.engine.update.users_optimizer import groups_whole, numbers_kept
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.training import OptimizerConfig
@@ -494,7 +495,9 @@ def width_of(name: Any, parameter: Tensor) -> str:
 
 
 @cache
-def clipped_alone(grouped: bool) -> tuple[list[float], dict[str, Tensor], float]:
+def clipped_alone(
+    grouped: bool, norm_type: float = 2.0
+) -> tuple[list[float], dict[str, Tensor], float]:
     """The gradient's norms before clipping, the parameters after training, and the largest element
     of the last gradient, in one process."""
     model = nn.Sequential(*layers_of())
@@ -507,7 +510,7 @@ def clipped_alone(grouped: bool) -> tuple[list[float], dict[str, Tensor], float]
         inputs, targets = data(number)
         optimizer.zero_grad()
         loss_function(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT, norm_type)))
         optimizer.step()
     parameters = {
         name: one.detach() for name, one in model.named_parameters(remove_duplicate=False)
@@ -551,21 +554,24 @@ def test_a_checkpoint_calls_no_hooks(tmp_path: Path) -> None:
     assert norms[0] == norms[1]
 
 
-@on_ranks(2)
-def test_a_hook_clips_by_the_norm_of_the_whole_gradient() -> None:
-    norms, _, largest = clipped_alone(False)
-    with built(layers_of(), tied=TIED, shard=2) as model:
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@on_ranks(4)
+def test_a_hook_clips_by_the_norm_of_the_whole_gradient(norm_type: float) -> None:
+    norms, _, largest = clipped_alone(False, norm_type)
+    with built(layers_of(), tied=TIED, pp=2, replicate=2) as model:
         found: list[float] = []
 
         def clip(*_: object) -> None:
-            found.append(float(model.clip_grad_norm_(LIMIT)))
+            found.append(float(model.clip_grad_norm_(LIMIT, norm_type)))
 
         model.optimizer.register_step_pre_hook(clip)
         for number in range(CLIPPED_STEPS):
             step(model, number)
         assert found == pytest.approx(norms, rel=1e-9)
-        own = max(float(gradient.abs().max()) for _, gradient in model.gradients())
-        assert own == pytest.approx(largest, rel=1e-9)
+        own = [float(gradient.abs().max()) for _, gradient in model.gradients()]
+        assert max(gathered(max(own))) == pytest.approx(largest, rel=1e-9)
+        held = sum(gathered(sum(part.numel() for part in model.parameters())))
+        assert held == 2 * sum(part.numel() for part in nn.Sequential(*layers_of()).parameters())
         refuses(
             "RuntimeError: clip_grad_norm_: no update is under way",
             lambda: model.clip_grad_norm_(LIMIT),
@@ -612,7 +618,7 @@ def test_the_gate_s_reference_takes_norms_and_clipping_from_torch(
 ) -> None:
     """So that it finds what all contenders share."""
     spec = spec_from_mapping(mapping() | {"num_gpus": 1, "contender": {"name": "fsdp"}})
-    for shared in (clip_factor, square_norm):
+    for shared in (clip_factor, norm_power):
         monkeypatch.setattr(shared, "__code__", (lambda *_: torch.tensor(7.0)).__code__)
     alone = OneProcess(spec, open_batches(spec), CPU, ROUNDED["fp32"])
     course = alone.train(OptimizerConfig("sgd", lr=1.0, clip_norm=LIMIT), 1)
@@ -626,7 +632,7 @@ def test_the_norm_of_20_million_numbers_is_right_on_a_cpu() -> None:
     flat = torch.randn(20_000_000, generator=torch.Generator().manual_seed(0))
     right = float(flat.double().square().sum())
     for numbers in (flat, flat.view(1000, -1), flat.view(-1, 1000).t()):
-        assert float(square_norm([(numbers, 1)], CPU)) == pytest.approx(right, rel=1e-6)
+        assert float(norm_power([(numbers, 1)], CPU)) == pytest.approx(right, rel=1e-6)
     values = mapping() | {"global_batch": 1, "num_gpus": 1, "contender": {"name": "fsdp"}}
     values["model"] |= {"layers": 1, "hidden": 512, "vocab": 40_000, "seq": 8, "ffn": 512}
     spec = spec_from_mapping(values)

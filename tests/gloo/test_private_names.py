@@ -82,6 +82,7 @@ CONTRACTS = {
         "torch.utils.checkpoint:_VersionWrapper#version",
         "torch.utils._pytree:tree_leaves",
     ],
+    "the engine: names of actions in profiles": ["torch._C._autograd:_profiler_enabled"],
     "the engine: groups' timeouts": ["torch.distributed:ProcessGroup._get_backend"],
     "the engine: the host waits for the device before fused updates": [
         "torch.optim.adam:Adam#_step_supports_amp_scaling",

@@ -73,7 +73,7 @@ class Engine:
     ) -> None:
         layout, schedule, divisor = plan.layout, plan.schedule, _divisor(plan, settings)
         self._layout, self._device = layout, device
-        self.loss, self.layers = loss, dict(sorted(layers.items()))
+        self.loss, self.layers, self.sizes = loss, dict(sorted(layers.items())), sizes
         self.steps_done, self._global_batch = 0, plan.global_batch
         self._compare_every = settings.compare_replicas
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
@@ -193,7 +193,7 @@ class Engine:
                     f"rank 0 (a learning rate, for example; here {self.updater.described()}): set "
                     "model.optimizer.param_groups alike on all ranks"
                 )
-            for ranks in self._layout.alike():
+            for ranks in self._layout.alike:
                 if len({digests[rank] for rank in ranks}) > 1:
                     raise RowsError(
                         f"train_step: ranks {list(ranks)}, which are one pipeline, were given "

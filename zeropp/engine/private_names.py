@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled as is_profiled
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,7 @@ __all__ = [
     "TorchDispatchMode",
     "as_before",
     "default_timeout",
+    "is_profiled",
     "is_traceable_wrapper_subclass",
     "kept_by_selective",
 ]

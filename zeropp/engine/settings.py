@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -251,11 +252,17 @@ def read(
 ) -> tuple[Settings, frozenset[str]]:
     """The settings with these keywords, and which of them are to be chosen, as ``auto`` was given
     for them. Layers may know what is ``tied``, and the loss function its ``loss_reduction`` (as
-    those of Hugging Face's models do). Raises InfeasibleError as ``Settings`` does, and for a
-    keyword beside a plan that decides otherwise, be it ``auto`` or the keyword's default."""
+    those of Hugging Face's models do). Raises TypeError for an unknown keyword, and
+    InfeasibleError as ``Settings`` does and for a keyword beside a plan that decides otherwise, be
+    it ``auto`` or the keyword's default."""
     own = {"loss_reduction": getattr(loss_fn, "loss_reduction", None)}
     own |= {"tied": getattr(layers, "tied", None)}
     given = {name: value for name, value in keywords.items() if name != "tied" or value}
+    known = [each.name for each in fields(Settings)]
+    for name in given:
+        if name not in known:
+            near = [f" (did you mean {one!r}?)" for one in get_close_matches(name, known, 1)]
+            raise TypeError(f"parallelize: unexpected keyword argument {name!r}{''.join(near)}")
     settings = Settings(**{name: value for name, value in own.items() if value} | given)
     copies = 1 if settings.layout.replicate_zero else settings.layout.replicate
     if settings.compare_replicas and copies == 1 and settings.replicate != "auto":

@@ -4,9 +4,6 @@ Each layer is called once with the output of the layer before, on torch's meta d
 shapes and number types but no values, so that the calls take neither memory nor time. Where one
 fails there (a branch that depends on data needs values), all layers are called with real tensors.
 Copies of the layers are called, so that whatever a layer caches does not stay in the caller's.
-
-With recomputation, inner layers also run forward and backward once with it, because torch's
-checkpointing refuses some layers only in their first backward, when other ranks wait already.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from zeropp.engine.layers.chunk import forked_generators, run_recomputed, seed_piece
+from zeropp.engine.layers.chunk import forked_generators, seed_piece
 from zeropp.engine.layers.values import (
     POSITIONS,
     TensorShape,
@@ -41,7 +38,6 @@ from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_
 from zeropp.engine.ranks.errors import free_frames, refusal
 from zeropp.engine.settings import GroupOf, ParameterName, one_group
 from zeropp.types.layout import InfeasibleError
-from zeropp.types.literals import Recompute
 
 if TYPE_CHECKING:
     from zeropp.emulate.recorder import Recorder
@@ -100,7 +96,6 @@ def walk(
     layers: Sequence[Layer],
     sample: Tensor,
     keywords: Mapping[str, Tensor],
-    recompute: Recompute = "none",
     *,
     recorder: type[Recorder] | None = None,
     measure_saved: bool = True,
@@ -109,11 +104,10 @@ def walk(
     group_of: GroupOf = one_group,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
-    each rank of a ``context`` has such a part, ``keywords`` are its keyword inputs, and
-    ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
-    there are no ``operators``. Layers that use ``torch.func`` can run only without
-    ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may be one
-    object. ``group_of``: as in ``Settings``.
+    each rank of a ``context`` has such a part, and ``keywords`` are its keyword inputs. Prices need
+    the ``recorder``; without it there are no ``operators``. Layers that use ``torch.func`` can run
+    only without ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may
+    be one object. ``group_of``: as in ``Settings``.
 
     Raises InfeasibleError with one line that names the first layer that fails, that returns
     something other than a tensor or a tuple of tensors, that could not be trained rightly, that
@@ -130,7 +124,6 @@ def walk(
                 layers,
                 inputs,
                 named,
-                recompute=recompute,
                 recorder=recorder,
                 tied=tied,
                 context=context,
@@ -192,7 +185,6 @@ def _walk(
     sample: Tensor,
     keywords: Mapping[str, Tensor],
     *,
-    recompute: Recompute,
     recorder: type[Recorder] | None,
     tied: tuple[ParameterName, ParameterName] | None,
     context: Context | None,
@@ -229,19 +221,12 @@ def _walk(
             )
         function = partial(module, **chosen(keywords, names))
         with refused(f"{where}: cannot be called with the output of the layer before"):
-            given, inputs = value, _leaves_of(value)
             watch = OperationWatch(elsewhere, where, module)
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
-            value, saved_bytes = _forward(function, inputs, module, watches, hooks)
+            value, saved_bytes = _forward(function, _leaves_of(value), module, watches, hooks)
         _check_outputs(value, index)
         value, _ = without_scalars(value)
-        if recompute != "none" and 0 < index < len(layers) - 1:
-            with refused(
-                f"{where}: cannot be recomputed with recompute={recompute!r}",
-                "take another recompute, or change the layer: no operations in place, for example",
-            ):
-                _recomputed(function, given, module, recompute, where)
         sizes = LayerSizes(
             outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
             kinds=_kinds(made, index, group_of),
@@ -373,31 +358,6 @@ def _leaves_of(given: Value) -> list[Tensor]:
     leaves = {id(x): x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors}
     copies = {key: leaf.clone() for key, leaf in leaves.items()}
     return [copies[id(x)] for x in tensors]
-
-
-def _recomputed(
-    function: Callable[..., Value],
-    given: Value,
-    module: nn.Module,
-    recompute: Recompute,
-    where: str,
-) -> None:
-    """Run a layer with recomputation; raises what torch raises, and if buffers change twice."""
-    for part in module.modules():  # on CPUs these change in place, unnoticed, what is kept
-        if recompute in ("selective", "mlp") and isinstance(part, nn.RNNBase | nn.RNNCellBase):
-            raise InfeasibleError(
-                f"{where}: {type(part).__name__} cannot be recomputed with "
-                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
-            )
-    with torch.enable_grad():
-        value = run_recomputed(function, *_leaves_of(given), recompute=recompute, random=True)
-    before = {name: (id(one), one._version) for name, one in module.named_buffers()}
-    outputs = [x for x in tensors_of(value) if x.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-    for name, one in module.named_buffers():
-        if before.get(name) != (id(one), one._version):
-            raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
 
 
 def check_layer(module: nn.Module, index: int) -> None:

@@ -42,7 +42,7 @@ from zeropp.engine.update.optimizer import Updater
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of
 from zeropp.engine.walk import Layer, made_layer
 from zeropp.train.api import parallelize
-from zeropp.train.one_process import OneProcess, parameters_of
+from zeropp.train.one_process import OneProcess, apart, parameters_of, wide
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import meet
 
@@ -166,7 +166,7 @@ class _Comparison:
             self._compare(
                 0,
                 name,
-                _apart(one, self._working[name]) / 1e-6,
+                apart(one, self._working[name]) / 1e-6,
                 "begins with other values",
                 "a function must make the same layer at every call",
             )
@@ -188,7 +188,12 @@ class _Comparison:
             self._plain = plain = [plain[0], *blocks, *plain[1:][-1:]]
         loss = Loss(loss_fn, settings.loss_reduction, given=settings.sample_keywords)
         self._alone = OneProcess(
-            plain, [*self.masters.values()], loss, compute=compute, seed=settings.dropout_seed
+            plain,
+            [*self.masters.values()],
+            loss,
+            compute=compute,
+            seed=settings.dropout_seed,
+            names=[layer.names for layer in model.engine.sizes],
         )
         groups = defaultdict[str, list[nn.Parameter]](list)
         for name, one in self.masters.items():
@@ -281,7 +286,7 @@ class _Comparison:
         return done
 
     def _compare_losses(self, ours: Tensor | float, alone: Tensor, of: str = "") -> None:
-        far = _apart(torch.tensor(float(ours)), torch.tensor(float(alone))) / self._tolerance
+        far = apart(torch.tensor(float(ours)), torch.tensor(float(alone))) / self._tolerance
         cause = (
             "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
@@ -303,7 +308,7 @@ class _Comparison:
             for call in calls:
                 alike = (one for one in expected[index] if len(one) == len(call))
                 pairs = (zip(call, map(own, call, one), strict=True) for one in alike)
-                far = min((max(starmap(_apart, pair)) for pair in pairs), default=math.inf)
+                far = min((max(starmap(apart, pair)) for pair in pairs), default=math.inf)
                 self._compare(
                     1,
                     f"{index}",
@@ -336,7 +341,7 @@ class _Comparison:
     def _compare_gradients(self, ours: Mapping[str, Tensor]) -> None:
         """Compare gradients after clipping, and after what hooks of the optimizer do to them."""
         trained = {name: one for name, one in self.masters.items() if one.requires_grad}
-        own = [_wide(one.grad) for one in trained.values() if one.grad is not None]
+        own = [wide(one.grad) for one in trained.values() if one.grad is not None]
         norm = math.hypot(*(float(x.norm()) for x in own))
         if clip := self._settings.clip_norm:
             for one in trained.values():
@@ -346,14 +351,14 @@ class _Comparison:
             for hook in self._hooks:
                 hook()
         grads = {
-            name: _wide(torch.zeros_like(one) if one.grad is None else one.grad)
+            name: wide(torch.zeros_like(one) if one.grad is None else one.grad)
             for name, one in trained.items()
         }
         norm = math.hypot(*(float(x.norm()) for x in grads.values()))
         typical = norm / max(1, sum(g.numel() for g in grads.values())) ** 0.5
         for name, expected in grads.items():
             floor = _FLOOR * typical * expected.numel() ** 0.5 if math.isfinite(norm) else 0.0
-            far = _apart(ours[name], expected, floor) if name in ours else math.inf
+            far = apart(ours[name], expected, floor) if name in ours else math.inf
             self._compare(
                 3,
                 name,
@@ -380,9 +385,9 @@ class _Comparison:
             "or keeps what depends on them; elementwise= is not so; a layer's forward changes it"
         )
         for name, one in self.masters.items():
-            expected, eps = _wide(one), torch.finfo(torch.float32).eps
-            change, size = float((expected - _wide(before[name])).norm()), float(expected.norm())
-            far = float((_wide(ours[name]) - expected).norm()) / (
+            expected, eps = wide(one), torch.finfo(torch.float32).eps
+            change, size = float((expected - wide(before[name])).norm()), float(expected.norm())
+            far = float((wide(ours[name]) - expected).norm()) / (
                 _UPDATE * change + 4 * eps * size + 1e-30
             )
             self._compare(4, name, far, "is updated otherwise by the same gradient", cause)
@@ -394,12 +399,12 @@ class _Comparison:
         for index, layer in self._model.engine.layers.items():
             own = _numbers(layer)
             for name, value in _numbers(self._plain[index]).items():
-                far = _apart(own[name], value) if name in own else math.inf
+                far = apart(own[name], value) if name in own else math.inf
                 self._compare(
                     5,
                     f"{index}.{name}",
                     far / self._tolerance,
-                    "which the layer keeps, is another number",
+                    "that the layer keeps is another number",
                     self._cause(),
                 )
 
@@ -451,22 +456,3 @@ def _numbers(layer: nn.Module) -> dict[str, Tensor]:
         if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES
     }
     return {**numbers, **{name: one.detach() for name, one in layer.named_buffers()}}
-
-
-def _wide(one: Tensor) -> Tensor:
-    """Its numbers in fp64 on the CPU."""
-    return one.detach().cpu().to(torch.complex128 if one.is_complex() else torch.float64)
-
-
-def _apart(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
-    """The distance of two tensors over the size of the second and ``floor``; infinite where one has
-    other infinite numbers than the other, or others that are not numbers."""
-    if one.shape != other.shape:
-        return math.inf
-    if not may_have_gradient(other.dtype):
-        return 0.0 if torch.equal(one.cpu(), other.cpu()) else math.inf
-    a, b = _wide(one), _wide(other)
-    finite = b.isfinite()
-    if not (torch.equal(a.isfinite(), finite) and a[~finite].allclose(b[~finite], equal_nan=True)):
-        return math.inf
-    return float((a - b)[finite].norm() / (b[finite].norm() + floor + 1e-30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,7 @@ from zeropp.engine.layers.values import (
     Value,
     cast,
     chosen,
-    keywords_of,
-    takes_all,
+    may_have_gradient,
     tensors_of,
     without_scalars,
 )
@@ -27,7 +27,8 @@ class OneProcess:
     """``layers`` that are called one after another, and whose ``masters``, which are as many
     parameters in their order, an optimizer updates. Gradients come from one backward per
     microbatch and are added up in ``sums``, by default the masters' type. ``compute``: the type to
-    which a layer's floating-point inputs are cast. ``seed``: of what layers draw."""
+    which a layer's floating-point inputs are cast. ``seed``: of what layers draw. ``names``: of the
+    keyword inputs that each layer takes."""
 
     layers: Sequence[nn.Module]
     masters: Sequence[nn.Parameter]
@@ -35,6 +36,7 @@ class OneProcess:
     sums: torch.dtype | None = None
     compute: torch.dtype | None = None
     seed: int | None = None
+    names: Sequence[frozenset[str]] = ()
 
     def gradients(self, batch: Microbatches, step: int) -> Tensor:
         """Set the masters' ``grad`` to that of a whole batch; returns its loss."""
@@ -79,9 +81,7 @@ class OneProcess:
             for index, layer in enumerate(self.layers):
                 if self.seed is not None and step is not None:
                     seed_piece(self.seed, step, number, index)
-                own = chosen(
-                    keywords, keywords_of(layer).union(keywords if takes_all(layer) else ())
-                )
+                own = chosen(keywords, self.names[index]) if keywords else {}
                 own = dict(zip(own, cast(list(own.values()), self.compute), strict=True))
                 output = layer(*cast(tensors_of(given), self.compute), **own)
                 given, scalars = without_scalars(output)
@@ -107,3 +107,22 @@ def parameters_of(layers: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of layers, each once, named ``{layer}.{name}``."""
     named = nn.ModuleList(layers).named_parameters()
     return dict(named)
+
+
+def wide(one: Tensor) -> Tensor:
+    """Its numbers in fp64 on the CPU."""
+    return one.detach().cpu().to(torch.complex128 if one.is_complex() else torch.float64)
+
+
+def apart(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """The distance of two tensors over the size of the second and ``floor``; infinite where one has
+    other infinite numbers than the other, or others that are not numbers."""
+    if one.shape != other.shape:
+        return math.inf
+    if not may_have_gradient(other.dtype):
+        return 0.0 if torch.equal(one.cpu(), other.cpu()) else math.inf
+    a, b = wide(one), wide(other)
+    finite = b.isfinite()
+    if not (torch.equal(a.isfinite(), finite) and a[~finite].allclose(b[~finite], equal_nan=True)):
+        return math.inf
+    return float((a - b)[finite].norm() / (b[finite].norm() + floor + 1e-30))

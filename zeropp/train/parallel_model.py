@@ -9,11 +9,11 @@ from itertools import pairwise
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, signal
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluator import Outputs
@@ -163,11 +163,32 @@ class ParallelModel:
         given it has the groups of all."""
         return self.engine.updater.optimizer
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the gradients of all ranks by their global L2 norm, which is returned, as FSDP's
-        method of this name does; for a hook of ``model.optimizer.register_step_pre_hook``, where
-        the largest norm changes from step to step. Raises RuntimeError outside of an update."""
-        return self.engine.update.clip_grad_norm(max_norm)
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The tensors that this rank's optimizer updates: one flat shard per group and buffer, and
+        those that an optimizer gets whole. Over the ranks of a replica their elements add up to
+        those of the model's trained parameters (with ``replicate_zero`` over all ranks).
+        ``full_parameters`` has the layers' own, by name."""
+        return self.engine.update.parameters()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode in which ``train_step`` runs this rank's layers, as ``nn.Module.train``
+        does: of every module in them. At first they have the modes that they came with. An
+        ``eval_step`` needs no call, and leaves modes as they are."""
+        for layer in self.engine.layers.values():
+            layer.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """``train(False)``: training steps drop nothing until ``train()``."""
+        return self.train(False)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks by their global norm, the L2 norm by default, which is
+        returned, as FSDP's method of this name does; for a hook of
+        ``model.optimizer.register_step_pre_hook``, where the largest norm changes from step to
+        step. Raises RuntimeError outside of an update, and ValueError for a ``norm_type`` (which
+        may be infinite) that is not more than 0."""
+        return self.engine.update.clip_grad_norm(max_norm, norm_type)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from zeropp.types.literals import Axis, Exchange, Placement, ReplicateZero
@@ -124,6 +125,7 @@ class Layout:
         place = self.coordinates(rank)
         return place["shard"] * self.context + place["context"]
 
+    @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
         """The global ranks that are given the same rows: those of a pipeline, and of the pipelines
         with other tokens of these rows."""

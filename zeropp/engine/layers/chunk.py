@@ -230,19 +230,20 @@ class Chunk:
         value: Value = tuple(inputs)
         del inputs  # which the graph keeps, or sends away
         losses = []
-        for index, module in enumerate(self.modules):
-            if self._seed is not None:
-                self._seed(index, microbatch)
-            with self._exchanging(tokens), self._saving(module, microbatch, stays) as kept:
-                value = run_recomputed(
-                    partial(module, **self._chosen(keywords, index)),
-                    *cast(tensors_of(value), self._compute),
-                    recompute=self._recompute if id(module) in self._recomputed else "none",
-                    random=self._seed is not None,
-                    kept=kept,
-                )
-            value, loss = without_scalars(value)
-            losses += [] if loss is None else [loss]
+        with self._exchanging(tokens):
+            for index, module in enumerate(self.modules):
+                if self._seed is not None:
+                    self._seed(index, microbatch)
+                with self._saving(module, microbatch, stays) as kept:
+                    value = run_recomputed(
+                        partial(module, **self._chosen(keywords, index)),
+                        *cast(tensors_of(value), self._compute),
+                        recompute=self._recompute if id(module) in self._recomputed else "none",
+                        random=self._seed is not None,
+                        kept=kept,
+                    )
+                value, loss = without_scalars(value)
+                losses += [] if loss is None else [loss]
         if self.leaving is not None:
             shapes = [tuple(x.shape) for x in tensors_of(value)]
             expected = [tuple(shape.size) for shape in self.leaving]
@@ -266,12 +267,11 @@ class Chunk:
         value: Value = tuple(inputs)
         tokens = inputs[0].shape[1] if self._context else 0
         losses = []
-        for index, module in enumerate(self.modules):
-            arguments = cast(tensors_of(value), self._compute)
-            named = self._chosen(keywords, index)
-            with self._exchanging(tokens):
-                value, loss = without_scalars(module(*arguments, **named))
-            losses += [] if loss is None else [loss]
+        with self._exchanging(tokens):
+            for index, module in enumerate(self.modules):
+                arguments = cast(tensors_of(value), self._compute)
+                value, loss = without_scalars(module(*arguments, **self._chosen(keywords, index)))
+                losses += [] if loss is None else [loss]
         value = value if self.leaving is None else self._cast_leaving(value)
         return value, torch.stack(losses).sum() if losses else None
 

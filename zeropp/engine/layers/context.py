@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.backends import mha
 from torch.nn import functional
 
 from zeropp.engine.layers.values import POSITIONS
@@ -98,9 +99,13 @@ class Context:
             self._attention, self._dropout = before
         functional.scaled_dot_product_attention, functional.dropout = self._stand_ins
         outside, _active, self._tokens = _active, self, tokens
+        # In evaluations torch's encoder layers have a kernel of their own for all of a layer.
+        is_fast = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
+            mha.set_fastpath_enabled(is_fast)
             functional.scaled_dot_product_attention, functional.dropout = before
             _active = outside
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
-_LEAST_ADDED = 2**18
+_LEAST_ADDED = 2**19
 _SHORT = (torch.bfloat16, torch.float16)
 _running = False  # a chunk's backward is under way
 

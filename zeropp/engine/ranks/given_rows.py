@@ -70,7 +70,7 @@ class GivenRows:
         """Raise RowsError if ranks of one pipeline have other ``numbers``, which are by rank."""
         late = self._is_late and call == "train_step"
         when = " in the step before this one, which is trained wrongly" if late else ""
-        for ranks in self._layout.alike():
+        for ranks in self._layout.alike:
             for name, *sums in zip(self._names, *(given[rank] for rank in ranks), strict=True):
                 if len({*sums} - {_NOT_COMPARED}) > 1:
                     raise RowsError(

@@ -22,7 +22,7 @@ from zeropp.engine.ranks.errors import ErrorBarrier
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of, square_norm
+from zeropp.engine.update.update_rules import clip_factor, made_optimizer, norm_power, parts_of
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 
@@ -239,7 +239,7 @@ class ParameterUpdate:
         for place, parts in enumerate((losses, counts)):
             if parts:
                 sums[place] = torch.stack(parts).sum()
-        sums[2] = square_norm(self._gradients(), self.lanes.device)
+        sums[2] = norm_power(self._gradients(), self.lanes.device)
         if self.world is not None:
             dist.all_reduce(sums, group=self.world)
         result = StepResult(sums[0], sums[2].sqrt())
@@ -255,18 +255,22 @@ class ParameterUpdate:
         self.skipped_steps.add_(~finite)
         return result
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
         """As ``ParallelModel.clip_grad_norm_``, which says what it raises."""
         if not self.updater.is_updating:
             raise RuntimeError(
                 "clip_grad_norm_: no update is under way (call it in a hook of "
                 "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
             )
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
         with mock.patch.object(clip_grad, _GROUPED, _grouped):
-            total = square_norm(self._gradients(), self.lanes.device)
+            norm = norm_power(self._gradients(), self.lanes.device, norm_type)
+        is_largest = math.isinf(norm_type)
         if self.world is not None:
-            dist.all_reduce(total, group=self.world)
-        norm = total.sqrt()
+            kind = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+            dist.all_reduce(norm, kind, group=self.world)
+        norm = norm if is_largest else norm ** (1 / norm_type)
         self._scale(clip_factor(norm, max_norm))
         return norm
 
@@ -292,10 +296,13 @@ class ParameterUpdate:
         for flat in self.flats:
             flat.scale_gradients(factor)
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What this rank updates; of tied weights one end's copy."""
+        for flat in self.flats:
+            if self.tied is None or flat is not self.tied.copy:
+                yield from (shard.tensor for shard in flat.owned)
+
     def _gradients(self) -> Iterator[tuple[Tensor, float]]:
         """The gradients of what this rank updates, and how many ranks have the same."""
         copies = 1 if self.layout.replicate_zero else self.layout.replicate
-        for flat in self.flats:
-            for shard in flat.owned if self.tied is None or flat is not self.tied.copy else ():
-                if shard.tensor.grad is not None:
-                    yield shard.tensor.grad, copies
+        return ((one.grad, copies) for one in self.parameters() if one.grad is not None)

@@ -1,11 +1,12 @@
 """How optimizers are made, from a configuration or by a caller's function, and what clipping needs.
 
 All contenders and the one-process reference call ``build_optimizer``, ``clip_factor`` and
-``square_norm``.
+``norm_power``.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -156,8 +157,11 @@ def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
     return (clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
-    """This rank's part of the squared gradient norm in fp64; the parts of all ranks add up to it.
+def norm_power(
+    parts: Iterable[tuple[Tensor, float]], device: torch.device, norm_type: float = 2.0
+) -> Tensor:
+    """This rank's part of the gradient's ``norm_type``-norm to that power in fp64; the parts of all
+    ranks add up to it. Of the infinite norm it is the largest number, and theirs the largest.
 
     ``parts``: (local gradient, number of ranks that hold the same).
     Torch's ``get_total_norm`` uses one kernel for many gradients, since one launch per tensor would
@@ -170,10 +174,14 @@ def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> 
         rows = (
             torch.split(gradient.reshape(-1), _ROW) if gradient.device.type == "cpu" else [gradient]
         )
-        alike[copies, gradient.dtype].extend(rows)
+        alike[copies, gradient.dtype].extend(row for row in rows if row.numel())
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), gradients in alike.items():
         if torch.finfo(dtype).bits < 32:
-            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-        total += get_total_norm(gradients).double() ** 2 / copies
+            gradients = [
+                torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients
+            ]
+        norm = get_total_norm(gradients, norm_type).double()
+        is_largest = math.isinf(norm_type)
+        total = torch.maximum(total, norm) if is_largest else total + norm**norm_type / copies
     return total

@@ -39,6 +39,14 @@ def groups_whole(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> 
                     f"optimizer: treats parameters of group {name!r} by their places, where each "
                     "rank has others (give group_of=, and each group its own settings)"
                 )
+    # What is in no group is refused by name when the optimizer is made of real ones.
+    kinds = {n: {settings.get(id(x), (True, "")) for x in group} for n, group in groups.items()}
+    return tuple(name for name, of in kinds.items() if len(of) > 1 or not all(k for k, _ in of))
+
+
+def _settings(optimizer: optim.Optimizer) -> dict[int, tuple[bool, str]]:
+    """Whether a parameter is updated element by element, and the place and options of what updates
+    it, by the parameter's identity."""
     found: dict[int, tuple[bool, str]] = {}
     for place, part in enumerate(parts_of(optimizer)):
         hooks = [one for name, one in vars(part).items() if "hook" in name or name == "step"]
@@ -46,19 +54,7 @@ def groups_whole(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> 
         for group in part.param_groups:
             plain = {key: value for key, value in group.items() if key != "params"}
             found |= {id(one): (known, f"{place} {plain}") for one in group["params"]}
-    # What is in no group is refused by name when the optimizer is made of real ones.
-    kinds = {name: {found.get(id(x), (True, "")) for x in group} for name, group in groups.items()}
-    return tuple(name for name, of in kinds.items() if len(of) > 1 or not all(k for k, _ in of))
-
-
-def _settings(optimizer: optim.Optimizer) -> dict[int, str]:
-    """The class that updates a parameter and the options of it, by the parameter's identity."""
-    return {
-        id(one): f"{type(part)} { {k: v for k, v in group.items() if k != 'params'} }"
-        for part in parts_of(optimizer)
-        for group in part.param_groups
-        for one in group["params"]
-    }
+    return found
 
 
 def numbers_kept(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> dict[str, int]:
