@@ -498,6 +498,21 @@ def test_divided_sequences_are_those_of_one_process(
         assert outputs < 1e-5, (outputs, drawn)
 
 
+@on_ranks(8)
+def test_gradients_in_parts_are_those_of_whole_chunks_in_bf16_where_sequences_are_divided() -> None:
+    inputs, targets = token_data(0)
+    found = []
+    for parts in (1, 3):
+        degrees = {"pp": 2, "shard": 2, "context": 2, "chunks": 2, "microbatch_size": 1}
+        with parallel("llama", precision="bf16", gradient_parts=parts, **degrees) as model:
+            rows = inputs[model.rows], targets[model.rows]
+            numbers = [model.train_step(*rows).loss for _ in range(STEPS)]
+            assert any(flat.room is not None for flat in model.engine.flats) == (parts > 1)
+            found.append([*numbers, *(value for _, value in model.engine.full_parameters())])
+    assert all(map(torch.equal, *found))
+    assert found[0][0] != found[0][1]
+
+
 class Mixing(nn.Module):
     """A layer that mixes tokens in one of several ways."""
 
