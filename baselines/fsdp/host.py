@@ -57,7 +57,7 @@ class HostLane:
             with offload.saving(piece, 0, piece.parameters()) as self._keep:
                 output = forward(*inputs)
         self._run(stage, is_backward=False)
-        output.register_hook(lambda _: self._begin_backward(stage))
+        output.register_hook(lambda _: self._begin_backward(stage))  # type: ignore[no-untyped-call]
         return output
 
     def _begin_backward(self, stage: int) -> None:

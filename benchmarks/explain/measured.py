@@ -195,14 +195,16 @@ def _distance(row: PublishedRow, question: Question) -> float:
     )
 
 
+_HEADINGS = ("step s", "tokens/s/GPU", "priced s", "times priced")
+
+
 def show_measured(runs: Sequence[MeasuredRun], console: Console) -> None:
     """Print what grows, the runs beside their prices, what their simulated steps are lost to, and
     the published runs that are nearest to the first."""
     table = table_of("Measured beside the price")
     table.add_column("measured", overflow="fold")
     has_peaks = any(run.measured.peak for run in runs)
-    headings = ["step s", "tokens/s/GPU", "priced s", "times priced"]
-    for heading in headings + ["GiB", "priced GiB"] * has_peaks:
+    for heading in (*_HEADINGS, *(("GiB", "priced GiB") if has_peaks else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         of, priced_s = run.measured, run.priced.step_s

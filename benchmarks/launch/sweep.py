@@ -6,6 +6,7 @@ lock, so that two sweeps at once run each point once.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -324,5 +325,6 @@ def _by_launcher(
     groups: dict[str, tuple[LauncherOptions, dict[str, Point]]] = {}
     for point, config in zip(points, configs, strict=True):
         options = read_launcher_options(config["launcher"])
-        groups.setdefault(str(options), (options, {}))[1].setdefault(point.spec.spec_id, point)
+        key = json.dumps(vars(options), sort_keys=True, default=str)
+        groups.setdefault(key, (options, {}))[1].setdefault(point.spec.spec_id, point)
     return [(options, list(group.values())) for options, group in groups.values()]

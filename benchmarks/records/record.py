@@ -202,7 +202,10 @@ def read_record(path: Path) -> RunRecord:
         raise RecordError(f"{path}: not readable ({error})") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]  # of another schema: its number
-        field = ".".join(map(str, first["loc"])) or "not readable as JSON"
+        readable = first["type"] != "json_invalid"
+        field = (
+            ".".join(map(str, first["loc"])) or "no record" if readable else "not readable as JSON"
+        )
         value = str(first["input"])[:40]
         raise RecordError(f"{path}: {field}: {first['msg']} (it is {value})") from None
 

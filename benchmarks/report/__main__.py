@@ -131,9 +131,7 @@ def _parser() -> CommandParser:
         metavar="KNOBS",
         help="base configuration of ablations, as in 'unit=8 chunks=2' (the most default one)",
     )
-    add(
-        "--timelines", action="store_true", help="draw and trace the timelines of every cell (slow)"
-    )
+    add("--timelines", action="store_true", help="draw and trace every cell's timelines (slow)")
     add("--pdf", action="store_true", help="write every figure as PDF, too (slow)")
     add(
         "--contenders",

@@ -43,9 +43,11 @@ def cluster_label(name: str) -> str:
     """The label of a cluster in tables and figures: ``A800`` for ``a800``."""
     if name == "cpu_gloo":
         return "CPU (gloo)"
-    device, comma, network = name.partition(",")
+    preset, comma, network = name.partition(",")
+    device, _, variant = preset.partition("_")
     upper = device.upper() if re.fullmatch(r"[a-z]+\d+", device) else device
-    return f"{upper}{comma}{network}"
+    words = {"": upper, "one_nic": f"{upper}, a card per node", "40gb": f"{upper} 40 GB"}
+    return f"{words.get(variant, preset)}{comma}{network}"
 
 
 def status_label(status: str) -> str:

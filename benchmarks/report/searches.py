@@ -5,7 +5,7 @@ It knows what a program's users have published. *Types of gradients* are those t
 recommend, or fp32 for all (``settings``). *Room*: a plan leaves as much memory as the program's
 published peaks have taken beyond their price (``ratio_errors.memory_room``). *Published plans* of
 the same model are tried first, at the task's number of GPUs, and one that ran on such devices fits,
-whatever its price. ``atlas_plans`` are tried first where nobody names others.
+whatever its price. Searches of several rows begin with ``atlas_plans``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import log
+from math import ceil, log
 from operator import itemgetter
 from time import monotonic
 from typing import Any
 
 from benchmarks.records.simulated import TABLE, shape_named
 from benchmarks.report.ratio_errors import Room, memory_room, priced_runs
-from benchmarks.specification import DTYPES
+from benchmarks.specification import DTYPES, SpecError
 from benchmarks.specification.command import workers
 from benchmarks.specification.contenders import ROWS, Compared, candidate_in
 from benchmarks.specification.progress import progress_line
@@ -41,6 +41,7 @@ from zeropp.types.literals import Settings
 MOST_GAP = 0.02  # of a search, above which its best plan decides nothing
 _TELL_EVERY_S = 2.0
 _NEAREST = 6  # plans of the atlas that a search begins with
+_MODES: dict[Settings, str] = {"users": "own", "equal": "best"}  # of the atlas's lines
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq")  # sources differ in the rest
 _AXES = {"tp": "tp", "pp": "pp", "context": "cp"}  # a degree and its column
 
@@ -185,8 +186,8 @@ def search_rows(
     try:
         with workers(cores) as pool, progress_line() as bar:
             begin = partial(_best_of_row, task, ends_s=ends_s, runner_up=False, **options)
-            rounds = {name: (len(order) - place) / cores for place, name in enumerate(order)}
-            waiting = {pool.submit(begin, name, max(1.0, rounds[name])): name for name in order}
+            rounds = {name: ceil((len(order) - place) / cores) for place, name in enumerate(order)}
+            waiting = {pool.submit(begin, name, rounds[name]): name for name in order}
             line = bar.add_task("", total=len(order))
             while waiting:
                 bar.update(line, completed=len(found), description="searching best plans")
@@ -199,22 +200,31 @@ def search_rows(
     return [found[name] for name in spaces if name in found]
 
 
-def _best_of_row(task: Task, name: str, rounds: float, *, ends_s: float, **options: Any) -> Best:
+def _best_of_row(
+    task: Task,
+    name: str,
+    rounds: int,
+    *,
+    ends_s: float,
+    settings: Settings = "users",
+    **options: Any,
+) -> Best:
     """``best_of`` in a process of its own, with an equal share of the time until ``ends_s`` (by
     ``monotonic``) where so many ``rounds`` of searches are to come, and at least a second. It
     begins with the plans of the atlas. What it returns has no row, which cannot be sent."""
     own, left_s = ROWS[name], max(1.0, (ends_s - monotonic()) / rounds)
-    best = best_of(task, own, known=atlas_plans(task, name), budget_s=left_s, **options)
+    known = atlas_plans(task, name, settings)
+    best = best_of(task, own, settings=settings, known=known, budget_s=left_s, **options)
     for outcome in best.searched:
-        known = (own.contender, *own.others)
-        outcome.contender = next(c for c in known if c.name == outcome.contender.name)
+        searched = (own.contender, *own.others)
+        outcome.contender = next(c for c in searched if c.name == outcome.contender.name)
     return best
 
 
-def atlas_plans(task: Task, row: str) -> list[Candidate[Any]]:
+def atlas_plans(task: Task, row: str, settings: Settings) -> list[Candidate[Any]]:
     """The best plans of a row in the committed cases of the atlas with the task's model and
-    precision, at most ``_NEAREST`` different ones: those of the same cluster first, then by number
-    of GPUs and by sequences per GPU."""
+    precision and these ``settings``, at most ``_NEAREST`` different ones: those of the same cluster
+    first, then by number of GPUs and by sequences per GPU."""
 
     def distance(case: Mapping[str, str]) -> tuple[bool, float]:
         gpus = int(case["num_gpus"]) / task.num_gpus
@@ -226,11 +236,15 @@ def atlas_plans(task: Task, row: str) -> list[Candidate[Any]]:
         case
         for case in _atlas()
         if (case["contender"], case["precision"]) == (row, task.precision) and case["setting"]
+        if case["mode"] == _MODES[settings]
         if replace(shape_named(case["model"]), name="") == shape
     ]
-    settings = dict.fromkeys(case["setting"] for case in sorted(cases, key=distance))
-    plans = [json.loads(setting) for setting in [*settings][:_NEAREST]]
-    return [candidate_in(row, plan["knobs"], plan["microbatch_size"])[2] for plan in plans]
+    known = dict.fromkeys(case["setting"] for case in sorted(cases, key=distance))
+    plans = []
+    for setting in map(json.loads, [*known][:_NEAREST]):
+        with suppress(SpecError):  # of a knob that there is no more
+            plans.append(candidate_in(row, setting["knobs"], setting["microbatch_size"])[2])
+    return plans
 
 
 @cache

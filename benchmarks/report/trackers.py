@@ -70,7 +70,8 @@ def _library(option: str, name: str) -> ModuleType:
 def _records(roots: Sequence[Path]) -> Iterator[RunRecord]:
     """All readable records below the roots; names the files that are none."""
     skipped: list[str] = []
-    yield from read_records(roots, skipped)
+    folders = [root for root in roots if root.suffix == ".json" or root.is_dir()]
+    yield from read_records(folders, skipped)
     for line in skipped:
         print(f"skipped {line}")
 

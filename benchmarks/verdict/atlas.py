@@ -93,7 +93,7 @@ def _tables(plans: pd.DataFrame) -> dict[str, str]:
                           for key, rows in plans.groupby(_CELL, sort=True)])  # fmt: skip
     cells = cells[cells["fastest"].notna()]
     cells["sequences"] = cells["global_batch"] / cells["num_gpus"]
-    cells["apart"] = cells.apply(_apart, axis=1)
+    cells["apart"] = [_apart(cell) for _, cell in cells.iterrows()]
     told, core = cells[~cells["cut"]], cells["core"].dropna()
     reach = factor(one_program=False, tensor=True)
     numbers = {

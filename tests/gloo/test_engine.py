@@ -73,8 +73,8 @@ CASES = [
     Case(pp=2, replicate=2, chunks=2, batch=8, parts=2, reduce_every="step"),
     Case(pp=4, shard=1, chunks=1, unit=4, batch=6, parts=9),
     # Weight gradients of several microbatches in one product, also fewer than a group.
-    Case(pp=1, shard=2, chunks=4, unit=4, batch=16, merged=3, parts=3, split_backward=False),
-    Case(pp=2, shard=2, chunks=2, unit=5, batch=14, merged=3, recompute="full"),
+    Case(pp=1, shard=2, chunks=4, unit=3, batch=16, merged=3, parts=3, split_backward=False),
+    Case(pp=2, shard=2, chunks=2, unit=6, batch=14, merged=3, recompute="full"),
 ]
 
 

@@ -59,7 +59,7 @@ def test_each_part_is_reduced_with_its_last_product_and_all_have_the_room_of_one
 
 @on_ranks(2)
 def test_weight_gradients_of_several_microbatches_are_one_product() -> None:
-    case = Case(pp=1, shard=2, chunks=2, unit=4, batch=8, merged=3, split_backward=False)
+    case = Case(pp=1, shard=2, chunks=2, unit=3, batch=8, merged=3, split_backward=False)
     engine = build_model_of(case, optimizer=SGD).engine
     rows: list[int] = []
 

@@ -640,7 +640,8 @@ def offloaded_beside_compute(fault: str) -> list[str]:
         torch.ones(64)  # where the first ones were
         offload.load(0)
         if fault == "slab":  # is given back while it is read
-            host.free += live.slabs
+            for slab in live.slabs:
+                host.free[len(slab)].append(slab)
         offload.store(1)
         if fault == "load":
             live.loaded = None

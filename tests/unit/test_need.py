@@ -100,7 +100,7 @@ def test_a_search_begins_with_plans_of_the_atlas_of_the_same_model() -> None:
     named = replace(shape_named("llama_8b"), name="someones")  # equal sizes are the same model
     h100 = preset("cluster", "h100", Cluster)
     case = Task(shape=named, cluster=h100, num_gpus=64, global_batch=64)
-    first, *others = atlas_plans(case, "fsdp")
+    first, *others = atlas_plans(case, "fsdp", "equal")
     (own,) = [c for c in _atlas() if (c["model"], c["cluster"], c["num_gpus"], c["global_batch"])
               == ("llama_8b", "h100", "64", "64") and c["mode"] == "best" and c["bandwidth"] == "1"
               and (c["contender"], c["precision"]) == ("fsdp", "bf16")]  # fmt: skip
@@ -108,11 +108,11 @@ def test_a_search_begins_with_plans_of_the_atlas_of_the_same_model() -> None:
     assert first == candidate_in("fsdp", values["knobs"], values["microbatch_size"])[2]
     assert 0 < len(others) < 6
     assert first not in others
-    assert atlas_plans(replace(case, shape=replace(named, layers=31)), "fsdp") == []
-    assert atlas_plans(replace(case, precision="fp32"), "fsdp") == []
+    assert atlas_plans(replace(case, shape=replace(named, layers=31)), "fsdp", "users") == []
+    assert atlas_plans(replace(case, precision="fp32"), "fsdp", "users") == []
     large = replace(case, shape=shape_named("llama_70b"), num_gpus=512, global_batch=512)
-    known = atlas_plans(large, "zeropp")[0]
-    best = searches._best_of_row(large, "zeropp", 1.0, ends_s=0.0, tolerance=0.01)  # cut at once
+    known = atlas_plans(large, "zeropp", "users")[0]
+    best = searches._best_of_row(large, "zeropp", 1, ends_s=0.0, tolerance=0.01)  # cut at once
     assert best.winner is not None
     assert best.winner.step_s <= best.outcome.contender.simulated(large, known).step_s
 

@@ -100,6 +100,7 @@ def narrowed(point: SearchPoint[Any], draw: random.Random) -> SearchPoint[Any]:
     if isinstance(point.asked, ZeroppKnobs):
         knobs = replace(point.asked, unit=draw.choice(UNITS), reduce_every=reduce_every)
         knobs = replace(knobs, gradient_parts=draw.choice((1, 4)), prefetch=draw.choice((0, 1)))
+        knobs = replace(knobs, merged_microbatches=draw.choice((1, 2)))
         return replace(point, asked=knobs)
     if isinstance(point.asked, FSDPKnobs):
         return replace(point, asked=replace(point.asked, reduce_every=reduce_every))

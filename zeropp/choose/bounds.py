@@ -371,18 +371,18 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
 def _sent_s(
     plan: SizedPlan, price: StepTimes, latency: Latency, stages: tuple[int, ...], start: float
 ) -> float:
-    """Seconds that a rank's messages take at least, which go one after the other in each direction:
-    between the first forward and what is left to do for the last of them."""
+    """Seconds that a rank's messages of forwards to the next one take at least, which go one after
+    the other: between the first forward and what is left to do for the last of them."""
     ranks, costs, m = plan.schedule.stage_rank, price.stages, plan.num_microbatches
-    here = ranks[stages[0]]
-    on = [s for s in stages if s + 1 < len(ranks) and ranks[s + 1] != here]
-    back = [s for s in stages if s and ranks[s - 1] != here]
+    here, first = ranks[stages[0]], stages[0]
+    if first + 1 == len(ranks) or (next_one := ranks[first + 1]) == here:
+        return 0.0
+    on = [s for s in stages if s + 1 < len(ranks) and ranks[s + 1] == next_one]
     sent = m * sum(costs[s].transfer for s in on)
-    returned = m * sum(costs[s - 1].transfer for s in back)
-    if price.steps_overlap or not on:
-        return max(sent, returned)
+    if price.steps_overlap:
+        return sent
     left = latency.turn - latency.to[on[-1] + 1] + latency.backward[-1] + latency.back[-1]
-    return max(start + costs[stages[0]].forward + sent + left, returned)
+    return start + costs[first].forward + sent + left
 
 
 def least_of_order_s(

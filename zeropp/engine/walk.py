@@ -38,6 +38,7 @@ from zeropp.engine.private_names import TorchDispatchMode, is_traceable_wrapper_
 from zeropp.engine.ranks.errors import free_frames, refusal
 from zeropp.engine.settings import GroupOf, ParameterName, one_group
 from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import Recompute
 
 if TYPE_CHECKING:
     from zeropp.emulate.recorder import Recorder
@@ -96,6 +97,7 @@ def walk(
     layers: Sequence[Layer],
     sample: Tensor,
     keywords: Mapping[str, Tensor],
+    recompute: Recompute = "none",
     *,
     recorder: type[Recorder] | None = None,
     measure_saved: bool = True,
@@ -104,8 +106,9 @@ def walk(
     group_of: GroupOf = one_group,
 ) -> list[LayerSizes]:
     """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, of whose tokens
-    each rank of a ``context`` has such a part, and ``keywords`` are its keyword inputs. Prices need
-    the ``recorder``; without it there are no ``operators``. Layers that use ``torch.func`` can run
+    each rank of a ``context`` has such a part, ``keywords`` are its keyword inputs, and
+    ``recompute`` is what inner layers have to be able to. Prices need the ``recorder``; without it
+    there are no ``operators``. Layers that use ``torch.func`` can run
     only without ``measure_saved``; ``saved_bytes`` is then 0. ``tied`` are two parameters that may
     be one object. ``group_of``: as in ``Settings``.
 
@@ -124,6 +127,7 @@ def walk(
                 layers,
                 inputs,
                 named,
+                recompute=recompute,
                 recorder=recorder,
                 tied=tied,
                 context=context,
@@ -185,6 +189,7 @@ def _walk(
     sample: Tensor,
     keywords: Mapping[str, Tensor],
     *,
+    recompute: Recompute,
     recorder: type[Recorder] | None,
     tied: tuple[ParameterName, ParameterName] | None,
     context: Context | None,
@@ -209,6 +214,8 @@ def _walk(
                 _own(made, index, owners, tied)
             module, elsewhere = _copied(made, sample.device, owners, copies=is_module)
         check_layer(module, index)
+        if recompute in ("selective", "mlp") and 0 < index < len(layers) - 1:
+            _refuse_recurrent(module, where, recompute)
         module.to(sample.device)
         with refused(f"{where}: cannot be called with the keyword inputs"):
             names = _named(module, value, keywords)
@@ -387,6 +394,15 @@ def check_layer(module: nn.Module, index: int) -> None:
             wrong = "whose extra state no checkpoint would have (keep it in buffers)"
         if wrong:
             raise InfeasibleError(f"layers[{index}]: has a {type(part).__name__}, {wrong}")
+
+
+def _refuse_recurrent(module: nn.Module, where: str, recompute: Recompute) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            raise InfeasibleError(
+                f"{where}: {type(part).__name__} cannot be recomputed with "
+                f"recompute={recompute!r}, because it changes in place what is kept (take 'full')"
+            )
 
 
 def _has_extra_state(part: nn.Module) -> bool:

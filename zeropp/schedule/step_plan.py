@@ -36,13 +36,18 @@ def size_step(
 
     Simple rules for what is ``auto``: units of as many microbatches as there are pipeline ranks,
     or of all where compute hides no collectives (on CPUs); a cap of a unit's activations; no
-    recomputation; a reduction per unit. Raises InfeasibleError, in one line, where the batch does
-    not divide or the cap is too small.
+    recomputation; a reduction per unit. Raises InfeasibleError, in one line, where the batch or the
+    unit does not divide, or the cap is too small.
     """
     microbatches = microbatches_per_step(global_batch, layout, microbatch_size)
     unit = unit_size(knobs.unit, layout.pp, microbatches, hides_collectives=hides_collectives)
     cap = if_auto(knobs.activation_cap, unit * layout.chunks)
     merged = knobs.merged_microbatches
+    if unit % merged:
+        raise InfeasibleError(
+            f"{knobs.prefix}merged_microbatches={merged}: must divide the {unit} microbatches of a "
+            "unit"
+        )
     if cap < (least := smallest_cap(layout.chunks, microbatches, unit, merged)):
         raise InfeasibleError(
             f"{knobs.prefix}activation_cap={cap}: {cap_needs(layout.chunks, unit, least)} "

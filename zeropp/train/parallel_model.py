@@ -165,8 +165,8 @@ class ParallelModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The tensors that this rank's optimizer updates: one flat shard per group and buffer, and
-        those that an optimizer gets whole. Over the ranks of a replica their elements add up to
-        those of the model's trained parameters (with ``replicate_zero`` over all ranks).
+        those that an optimizer gets whole. Over the ranks of a replica (over all ranks with
+        ``replicate_zero``) they add up to the model's trained parameters, and padding.
         ``full_parameters`` has the layers' own, by name."""
         return self.engine.update.parameters()
 

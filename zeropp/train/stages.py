@@ -27,6 +27,7 @@ from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.step_plan import drafts, size_step
 from zeropp.types.layout import InfeasibleError
+from zeropp.types.literals import if_auto
 from zeropp.types.shape import ModelShape
 from zeropp.types.training import OptimizerConfig
 
@@ -56,6 +57,7 @@ def measure(
     return walk(
         layers,
         *settings.microbatch,
+        if_auto(settings.recompute, "full"),
         recorder=recorder,
         measure_saved=bool(auto),
         tied=settings.tied,

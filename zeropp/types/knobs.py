@@ -43,7 +43,7 @@ class StepKnobs:
     reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
     gradient_parts: Annotated[int, AT_LEAST_1] = 1  # in which a chunk's gradients are reduced
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use
-    merged_microbatches: Annotated[int, AT_LEAST_1] = 1  # in one product of weight gradients
+    merged_microbatches: Annotated[int, AT_LEAST_1] = 1  # whose weight gradients are one product
     split_backward: bool = True  # delay a pipeline's weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile every block

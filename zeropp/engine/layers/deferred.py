@@ -99,12 +99,13 @@ class WeightGradStore:
 
     def merge(self, microbatches: Sequence[int]) -> None:
         """Give the last of these microbatches what the others have delayed, layer by layer, if all
-        have run the same layers; those in 8 bits have a scale each and stay apart."""
+        have run the same layers, none of them in 8 bits, where each has a scale of its own."""
         *others, last = [self._pending.get(j, deque()) for j in microbatches] or [deque()]
-        layers = [gradient.weight for gradient in last if gradient.products is None]
-        for other in others:
-            if [id(gradient.weight) for gradient in other] != [*map(id, layers)]:
-                return
+        layers = [id(gradient.weight) for gradient in last]
+        if any(gradient.products for gradient in last):
+            return
+        if any([id(gradient.weight) for gradient in other] != layers for other in others):
+            return
         for place, gradient in enumerate(last):
             gradient.factors[:0] = [one for other in others for one in other[place].factors]
         for other in others:

@@ -10,6 +10,7 @@ rows, buffers, keyword inputs, and the batch itself.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -38,14 +39,12 @@ class HostMemory:
         self.stores, self.loads = make_lane(device, "zeropp stores"), make_lane(device, HOST_LOADS)
         undo.callback(self.stores.close)
         undo.callback(self.loads.close)
-        self.free: list[Tensor] = []
+        self.free = defaultdict[int, list[Tensor]](list)  # slabs that nobody uses, by size
 
     def take(self, stored: int) -> Tensor:
         """A slab that nobody uses, for some of the ``stored`` bytes of a microbatch."""
-        if self.free:
-            return self.free.pop()
-        size = stored.bit_length() - 1 - _PER_STORE
-        return new_slab(self.device, 1 << min(max(size, _LEAST), _MOST))
+        size = 1 << min(max(stored.bit_length() - 1 - _PER_STORE, _LEAST), _MOST)
+        return self.free[size].pop() if self.free[size] else new_slab(self.device, size)
 
 
 HOST_LOADS = "zeropp loads"
@@ -218,7 +217,8 @@ class Offload:
             live.loaded.wait()
         for memory in live.memories.values():
             memory.check()
-        self._host.free += live.slabs
+        for slab in live.slabs:
+            self._host.free[len(slab)].append(slab)
         for entry, handle in live.selected:
             entry.val = handle.tensor()
             entry.version = entry.val._version
