@@ -123,6 +123,11 @@ def drawn_families(contender: Contender[Any]) -> Iterator[Family]:
             plan = contender.size(what, knobs, size)
             bound_s = least_step_s(plan, time_plan(plan, what.cluster), any_unit=True)
             assert least_compute_s(plan, pass_times(plan, what.cluster)) <= bound_s * SLACK
+            # What recomputes and offloads takes about as long as what does neither, or longer.
+            kept_s = least_step_s(
+                plan.keeping_all, time_plan(plan.keeping_all, what.cluster), any_unit=True
+            )
+            assert kept_s * SAVES <= bound_s, knobs
             all_knobs = contender.space.members(point.asked, knobs, plan)
             found = members(contender, what, [Candidate(one, size) for one in all_knobs])
             yield Family(what, bound_s, tuple(found))

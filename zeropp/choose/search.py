@@ -96,19 +96,23 @@ class Family(Generic[K]):
         return (self.turn, mine, self.number) < (other.turn, others, other.number)
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
-        """The entries that replace this one: the family with the bound of its own compute, then
-        with its durations, if any member may fit; those alike if it cannot be sized."""
+        """The entries that replace this one: the family with the bound of its own compute, then, if
+        any member may fit, with that of the family that keeps all activations, then with its
+        durations; those alike if it cannot be sized."""
         plan = self.plan or search.sized(self.candidate)
         if plan is None:
             yield from search.follow(self.alike)
-        if plan and not self.plan:
+            return
+        if not self.plan:
             bound_s = search.bound_compute(plan, self.alike)
             if bound_s > self.bound_s:
                 yield replace(self, bound_s=bound_s, plan=plan)
                 return
-        members = search.that_may_fit(self, plan) if plan else iter(())
+        members = search.that_may_fit(self, plan)
         first = next(members, None)  # the others are sized when the family comes up again
-        if plan and first:
+        if first and (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
+            yield replace(self, bound_s=bound_s, plan=plan)
+        elif first:
             times = search.contender.prices.times(plan, search.task.cluster)
             yield Priced(
                 bound_s=least_step_s(plan, times, any_unit=True),
@@ -193,8 +197,8 @@ class Member(Family[K]):
 
 _DEFERRED = 3e-7  # by which share of its bound a candidate is deferred, per forward
 # The least share of the bound of a family that saves the least memory that another one has: stages
-# are cut anew.
-SAVES = 0.99
+# are cut anew, and longer passes hide more of ZeRO-3's gathers.
+SAVES = 0.98
 _SETTLED = 3  # told steps that are simulated after a search was cut
 _CLIMB = 0.75  # share of the budget after which a search only improves its winner
 _CLIMBS = 1e-4  # share of a step by which what is beside the winner must be faster
@@ -348,6 +352,7 @@ class _Search(Generic[K]):
         self._of_compute = compute_knobs(contender.knobs)
         self._of_root = compute_knobs(contender.knobs, saving=False)
         self._bounds: dict[_Alike, float] = {}  # of compute
+        self._keeping_all: dict[SizedPlan, float] = {}  # bounds
         # Of families alike, the knobs of one that was in the queue, and the others.
         self._others: dict[_Alike, tuple[K, list[Family[K]]]] = {}
         # The points of a group but those of the roots.
@@ -467,6 +472,7 @@ class _Search(Generic[K]):
         self._others.clear()
         self._points.clear()
         self._followed.clear()
+        self._keeping_all.clear()
 
     def _may_win(self, to_beat: float) -> list[_Alike]:
         """Of families that are alike and wait, those that may be faster than ``to_beat`` and fit.
@@ -590,6 +596,17 @@ class _Search(Generic[K]):
         passes = self.contender.prices.passes(plan, self.task.cluster)
         self._bounds[alike] = least_compute_s(plan, passes)
         return self._bounds[alike]
+
+    def bound_keeping_all(self, plan: SizedPlan) -> float:
+        """The bound of a plan with these cuts that recomputes and offloads nothing, which all have
+        that do; 0 of one that does not."""
+        kept = plan.keeping_all
+        if kept == plan:
+            return 0.0
+        if kept not in self._keeping_all:
+            times = self.contender.prices.times(kept, self.task.cluster)
+            self._keeping_all[kept] = SAVES * least_step_s(kept, times, any_unit=True)
+        return self._keeping_all[kept]
 
     def sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         """The plan of a candidate, if there is one."""

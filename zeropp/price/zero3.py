@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import element_bytes, stream_s
-from zeropp.price.network import gather_s, group, group_of, waits_s
+from zeropp.price.network import Group, gather_s, group, group_of, waits_s
 from zeropp.price.pieces import Work
 from zeropp.price.programs import sent_bytes
 from zeropp.schedule.plan import SizedPlan
@@ -64,7 +64,15 @@ class _Microbatch:
     reduced: float = 0.0  # the end of the last reduction
     busy: float = 0.0  # of communication
     moving: float = 0.0  # the same without its waits
-    bucket: list[float] = field(default_factory=list)
+    bucket: int = 0  # the gradients in it
+    filled: float = 0.0  # their elements
+
+    def __post_init__(self) -> None:
+        layout, program = self.plan.layout, self.work.program
+        self.shard_group = group_of(self.cluster, layout, *layout.shard_axes)
+        self.near_group = group(self.cluster, program.zero_hpz_partition_size, 1, layout.world)
+        self.state = program.state(self.plan.precision)
+        self.element, self.sent = element_bytes(self.plan.precision), sent_bytes(self.plan, program)
 
     def run(
         self, tensors: Sequence[float], gathers: Iterator[_Gather], seconds: float, *, makes: int
@@ -72,27 +80,25 @@ class _Microbatch:
         """A pass that uses tensors in this order, among which its compute is divided; the last
         ``makes`` of them have gradients then."""
         waiting, there, done = deque(gathers), dict[int, float](), 0.0
+        total, live = sum(tensors), self.work.program.live_parameters
         for index, elements in enumerate(tensors):
-            while waiting and waiting[0].before - done <= self.work.program.live_parameters:
+            while waiting and waiting[0].before - done <= live:
                 group = waiting.popleft()
                 there[group.first] = self.gather(group.tensors, self.now if done else 0.0)
-            self.now = max(self.now, there.get(index, 0.0)) + seconds * elements / sum(tensors)
+            self.now = max(self.now, there.get(index, 0.0)) + seconds * elements / total
             done += elements
             if index >= len(tensors) - makes:
                 self.add(elements)
 
     def gather(self, tensors: Sequence[float], issued: float) -> float:
         """Gather tensors together; returns when they are there."""
-        moved = sum(tensors) * element_bytes(self.plan.precision)
-        self.send(moved, issued, near=self.near)
+        moved = sum(tensors) * self.element
+        self.send(moved, issued, self.near_group if self.near else self.shard_group)
         copied_s = stream_s(self.work.device, 2 * moved, len(tensors)) if len(tensors) > 1 else 0.0
         return self.network + copied_s
 
-    def send(self, moved: float, issued: float, *, near: bool = False) -> None:
+    def send(self, moved: float, issued: float, among: Group) -> None:
         """Gather or reduce-scatter this many bytes."""
-        layout, ranks = self.plan.layout, self.work.program.zero_hpz_partition_size
-        among = group_of(self.cluster, layout, *layout.shard_axes)
-        among = group(self.cluster, ranks, 1, layout.world) if near else among
         seconds = gather_s(self.cluster, among, moved)
         self.network = max(self.network, issued) + seconds
         self.busy += seconds
@@ -100,29 +106,24 @@ class _Microbatch:
 
     def add(self, gradient: float) -> None:
         """A gradient is there: it is copied into the bucket if it fits in, and else cast."""
-        limit = self.work.program.state(self.plan.precision).bucket
-        element, sent = element_bytes(self.plan.precision), sent_bytes(self.plan, self.work.program)
-        if self.bucket and sum(self.bucket) + gradient > limit:
+        if self.bucket and self.filled + gradient > self.state.bucket:
             self.reduce()
-        self.bucket.append(gradient)
-        if gradient <= limit or sent != element:
+        self.bucket += 1
+        self.filled += gradient
+        if gradient <= self.state.bucket or self.sent != self.element:
             self.reduced = max(self.reduced, self.now) + stream_s(
-                self.work.device, (element + sent) * gradient
+                self.work.device, (self.element + self.sent) * gradient
             )
 
     def reduce(self) -> None:
         """Reduce the bucket: join its tensors, divide them, send them, and copy or add this rank's
         part to its sum."""
-        elements, sent = sum(self.bucket), sent_bytes(self.plan, self.work.program)
-        moved = 2 * sent * elements * (1 + (len(self.bucket) > 1))
-        self.send(
-            elements * sent,
-            max(self.reduced, self.now) + stream_s(self.work.device, moved, 2),
-        )
-        gradients = self.work.program.state(self.plan.precision).gradients
-        part = elements / self.plan.layout.shards * (sent + 3 * gradients)
-        self.reduced = self.network + stream_s(self.work.device, part, 2 * len(self.bucket))
-        self.bucket = []
+        device, sent = self.work.device, self.sent
+        joined_s = stream_s(device, 2 * sent * self.filled * (1 + (self.bucket > 1)), 2)
+        self.send(self.filled * sent, max(self.reduced, self.now) + joined_s, self.shard_group)
+        part = self.filled / self.plan.layout.shards * (sent + 3 * self.state.gradients)
+        self.reduced = self.network + stream_s(device, part, 2 * self.bucket)
+        self.bucket, self.filled = 0, 0.0
 
 
 def exposed_s(

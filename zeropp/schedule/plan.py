@@ -111,6 +111,11 @@ class SizedPlan:
             return m
         return unit * -(-ranks // unit) if unit < m else ranks
 
+    @property
+    def keeping_all(self) -> SizedPlan:
+        """The plan with these cuts that recomputes and offloads nothing."""
+        return replace(self, recompute="none", recomputed=(), offloaded=())
+
     def shortened(self, num_microbatches: int) -> SizedPlan:
         """The plan of a step with fewer microbatches, and of the same price."""
         unit = num_microbatches if self.num_units == 1 else self.schedule.unit
