@@ -301,7 +301,7 @@ def search(
     configuration is not simulated unless its bound is below the winner's step by more than the
     share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
-    which the best so far is the winner; where half of it has found nothing new that fits, what
+    which the best so far is the winner; where half of it has found nothing that fits, what
     recomputes most comes first, and where four times as much has not, nothing does. ``known``:
     candidates that are tried first, such as published plans, or the winners of other tasks (with
     as many data-parallel ranks as this one has), so that fewer others have a bound below the best.
@@ -436,7 +436,6 @@ class _Search(Generic[K]):
     ) -> list[Family[K]]:
         """Open the first entry again and again; returns what is left when the time is over."""
         outcome, queue = self.outcome, [*roots]
-        known = outcome.winner
         heapq.heapify(queue)
         wants = self._wants_runner_up and not climbs
         while queue or self._others:
@@ -457,7 +456,7 @@ class _Search(Generic[K]):
                     outcome.bound_s = min([*bounds, *(entry.bound_s for entry in rest)])
                 self._forget()
                 return rest
-            elif outcome.winner is known and not climbs and budget.hurries():
+            elif outcome.winner is None and not climbs and budget.hurries():
                 queue = self._recomputed_first([entry, *queue])
             else:
                 try:
