@@ -95,10 +95,12 @@ def arguments_of_script(
         if (given := arguments_of(words[_program(words) + 1 :]))
     ]
     of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
-    if not started:
+    if not of_models:
+        last = [f"; {words[_program(words)]} has no --num-layers" for words, _ in started][-1:]
         raise SpecError(
-            "no line runs a Python file with arguments"
+            "no line runs a training of Megatron-LM"
             + (f" (bash: {complaint})" if complaint else "")
+            + "".join(last)
             + "; give Megatron-LM's arguments after --, or the log of a run (NeMo's words, such as "
             "model.num_layers=40, are not read)"
         )
@@ -109,7 +111,7 @@ def arguments_of_script(
     ]
     if ["exit", "1"] in commands:
         named.append("exit 1: a check of the script fails here, and was passed over")
-    launch, arguments = (of_models or started)[-1]
+    launch, arguments = of_models[-1]
     if any(words != launch for words, _ in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
     program = Path(launch[max(_program(launch), 0)]).name
@@ -161,7 +163,8 @@ def _expanded(
         alone = []
     with tempfile.TemporaryDirectory() as place:
         script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
-        script.write_text(text, encoding="utf-8")
+        # A restricted bash keeps ENV for itself, which scripts use as a name of their own.
+        script.write_text(re.sub(r"\bENV\b", "ENV_", text), encoding="utf-8")
         empty = Path(place, "commands")
         empty.mkdir()
         with told.open("wb") as output, said.open("wb") as errors:

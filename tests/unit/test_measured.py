@@ -224,6 +224,10 @@ def test_a_slow_network_is_named_before_another_device() -> None:
     as_priced = f"{1.1 * slow.priced.step_s}s"
     words = ["cluster=h100", "num_gpus=64"]
     assert explanations(measured_run(as_priced, [], words, arguments_of(8, 64, 24))) == []
+    fast = (["cluster=gb200", "num_gpus=8"], arguments_of(4, 8, 24))
+    slower_s = 1.2 * measured_run("1s", [], *fast).priced.step_s
+    links = explanations(measured_run(f"{slower_s}s", [], *fast))[0]
+    assert re.match(r"links inside nodes, at 1\d\d of their 900 GB/s", links)  # not at 1.2e+02
 
 
 @pytest.mark.parametrize(
