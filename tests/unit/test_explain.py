@@ -344,6 +344,8 @@ exec 3<>{place}/kept
 trap - DEBUG
 shopt -u extdebug
 echo new > {place}/made
+cat {place}/kept > {place}/made
+seq 3 | cat - >> {place}/kept
 PATH=/bin:/usr/bin
 rm {place}/kept
 /bin/touch {place}/made
@@ -370,6 +372,7 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
         ("[ -f nothing ] || exit 1\nexec /opt/bin/python a.py --num-layers $((1 + 1)) 2>&1", {}),
         ('N="x/y --num-layers 2"\nCUDA=1 "$HOME/bin/torchrun" a.py ${N#* }', {}),
         ("ENV=$1\nif [ x$ENV = x ]; then N=2; fi\npython a.py --num-layers $N", {}),
+        ("export $(echo N=1 | cut -f1 -d=)=$(seq 2 | wc -l)\npython a.py --num-layers $N", {}),
         ("source ./sizes.sh\nf() { python a.py \"$@\" | tee log; }\nf --num-layers $SIZE", {}),
     ],
 )  # fmt: skip
