@@ -168,6 +168,8 @@ def test_every_field_counts_or_is_said_not_to() -> None:
     assert {*filter(_cannot_matter, flat)} == {"host", "memory_gib", "code.digest"}
     variables = {*CANNOT_MATTER} - {f.name for f in fields(record)} - {*environment}
     assert all(name.startswith(_VARIABLES) for name in variables)
+    others = (_with_environment(record, f"variables.{name}") for name in variables)
+    assert {*map(same_run, others)} == {same_run(record)}
 
 
 def _cannot_matter(path: str) -> bool:
