@@ -140,6 +140,11 @@ def test_what_has_no_price_is_named() -> None:
     named = " ".join(torchtitan.read(changed, None).named)
     assert "model.converters=nvfp4: no price" in named
     assert "model.new_key=1: not known here" in named
+    text = TOML.replace('"8B"', '"8B"\nconverters = "float8, nvfp4"')  # as until the middle of 2025
+    assert torchtitan.read(text, None).settings["precision"] == "fp8"
+    assert [n for n in torchtitan.read(text, None).named if "conv" in n] == [
+        "model.converters=nvfp4: no price; priced in bf16"
+    ]
 
 
 def test_megatron_script() -> None:

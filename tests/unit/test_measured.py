@@ -77,6 +77,7 @@ def log(tmp_path: Path) -> Path:
         ("Step {} | loss:3.1 tokens_per_second_per_gpu:{} x", ("1", "8000", "8192"), 2.0237),
         ("{{'iteration': '{}/9', 'train_speed(iter/s)': {}}}", ("0.1", "0.5", "0.5"), 2.0),
         ("{{'iteration': '{}/9', 'train_speed(s/it)': {}}}", ("9", "2.1", "1.9"), 2.0),
+        ("{{'iteration': '{}/9', 'train_speed(s/it)': '{}'}}", ("9", "2.1", "1.9"), 2.0),
     ],
 )
 def test_step_times_of_logs(log: Path, line: str, numbers: tuple[str, ...], seconds: float) -> None:
@@ -237,6 +238,7 @@ def test_a_slow_network_is_named_before_another_device() -> None:
         (f"{MEGATRON.format(1, 9)}\nmemory (MB) | max reserved: 20480.0", (20.0, "reserved")),
         (f"{NANOTRON.format(1, 9)}\nPeak reserved: 4096.00MiB.", (4.0, "reserved")),
         (AUTOMODEL.format(2, 8000), (24.9, "allocated")),
+        ("{'memory(GiB)': '39.34', 'train_speed(iter/s)': '0.5'}", (39.34, "reserved")),
         (BRIDGE.format(9), None),
     ],
 )
