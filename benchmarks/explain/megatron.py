@@ -330,7 +330,9 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
     given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
     given |= {key: mixed[key] for key in ("bf16", "fp16", "fp8") if mixed.get(key)}
-    given["seq_length"] = model.get("seq_length") or tree.get("dataset", {}).get("seq_length")
+    rows = tree.get("dataset", {})  # whose length is trained; a model may allow for more
+    lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
+    given["seq_length"] = next(filter(None, lengths), None)
     values: Arguments = {}
     for key, value in given.items():
         if key in _BRIDGE_OFF or key[0] == "_" or isinstance(value, dict):

@@ -76,7 +76,14 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
 _HARMLESS = (
     *("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "optimizer."),
     *("validation.", "debug.", "memory_estimation.", "experimental.", "training.max_norm"),
-    *("training.steps", "training.dataset", "training.gc_freq", "training.seed", "quantize."),
+    *(
+        "training.steps",
+        "training.data",
+        "dataset.",
+        "training.gc_freq",
+        "training.seed",
+        "quantize.",
+    ),
     *("float8.", "compile.backend", "model.hf_assets_path", "training.warm"),
     *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
     *("parallelism.spmd_backend", "training.disable_cuda_graphs", "training.gc_debug"),

@@ -591,6 +591,9 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert (
         ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.settings["precision"] == "fp8"
     )
+    for key in ("sequence_length", "seq_length"):  # of rows that are shorter than the model allows
+        path.write_text(f"{BRIDGE}dataset: {{{key}: 2048}}\n")
+        assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).task.shape.seq == 2048
 
 
 def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
