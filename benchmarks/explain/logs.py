@@ -24,7 +24,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]+m")
 _BATCH = re.compile(
     rf"(?:\bglobal[ _]batch[ _]size|Total train batch size .{{,60}}?)[ :=]+{_NUMBER}"
 )
-_GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
+GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
 # Peaks of a rank's memory in GiB: what the number is of, how a log has it, and its unit in bytes.
 _PEAKS = tuple(
     (kind, re.compile(pattern), unit)
@@ -154,7 +154,7 @@ def measurement(text: str, step: Step) -> Measurement:
 
 def _of_log(path: Path, text: str, step: Step) -> Measurement:
     plain = _ESCAPES.sub("", text)
-    gpus = [int(number) for number in _GPUS.findall(plain)]
+    gpus = [int(number) for number in GPUS.findall(plain)]
     if gpus and gpus[-1] != step.num_gpus:
         raise SpecError(
             f"--measured {path}: ran on {gpus[-1]} GPUs and the configuration has {step.num_gpus} "

@@ -22,6 +22,7 @@ from benchmarks.explain.arguments import (
     arguments_of_log,
     arguments_of_script,
 )
+from benchmarks.explain.logs import GPUS
 from benchmarks.explain.reading import UNKNOWN, Keys, Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from zeropp.price.programs import program_named
@@ -86,7 +87,15 @@ _HARMLESS = (
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
-    *("--eod-mask", "--num-experts", "--use-rope", "--rope-", "--no-log", "--use-pytorch-profiler"),
+    *(
+        "--eod-mask",
+        "--num-experts",
+        "--use-rope",
+        "--rope-",
+        "--world-size",
+        "--no-log",
+        "--use-pytorch-profiler",
+    ),
 )
 
 
@@ -96,7 +105,8 @@ def read(
     """What a script, a command line, a log or the YAML of a test says; ``folder`` has what a script
     sources, ``own`` are its own arguments. Raises SpecError, in one line, for what has no price."""
     world, named = None, list[str]()
-    logged = values = arguments_of_log(text)
+    if logged := (values := arguments_of_log(text)):
+        *_, world = None, *map(int, GPUS.findall(text))
     if not values and "MODEL_ARGS:" in text:  # the YAML of Megatron-LM's functional tests
         try:
             given: Mapping[str, Any] = yaml.safe_load(text)["MODEL_ARGS"]

@@ -181,6 +181,9 @@ def test_the_same_configuration_in_every_dialect() -> None:
         f"{log}\n  made_up ..... 1", 16
     )  # a log has every key, so they are counted
     assert told.named == ["2 keys are not known here, left out of the price (-v lists them)"]
+    said = f"using world size: 8, data-parallel size: 4\n{log}\n  world_size ..... 8"
+    assert megatron.read(said, None).settings["num_gpus"] == 8
+    assert megatron.read(said, 16).settings == told.settings
     off = f"{log}\n  gradient_accumulation_fusion ..... False\n  add_bias_linear ..... True"
     assert arguments_of_log(off) == values | {"--no-gradient-accumulation-fusion": True}
     words = [word for flag, v in values.items() for word in ([flag] if v is True else [flag, v])]
