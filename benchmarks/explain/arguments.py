@@ -2,10 +2,10 @@
 list that a run prints into its log.
 
 Bash itself expands a script (``expand.bash``), so arrays, ``+=``, ``case`` and functions mean what
-they mean in a run. It is restricted, finds no command, writes no file, has 10 s, and no network
-where the system has user namespaces. Variables that a script takes from its caller are those of
-this process; those that Slurm sets follow from its ``#SBATCH`` lines (sbatch(1), "output
-environment variables").
+they mean in a run. It is restricted, finds no command but ``_FILTERS``, writes no file, has 10 s,
+and no network where the system has user namespaces. Variables that a script takes from its caller
+are those of this process; those that Slurm sets follow from its ``#SBATCH`` lines (sbatch(1),
+"output environment variables").
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from benchmarks.specification import SpecError
 _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.MULTILINE)
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
+# Commands that a script finds: they print text, and have no option that writes a file.
+_FILTERS = ("cat", "cut", "expr", "head", "seq", "tr", "wc")
 _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
@@ -95,10 +97,12 @@ def arguments_of_script(
         if (given := arguments_of(words[_program(words) + 1 :]))
     ]
     of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
-    if not started:
+    if not of_models:
+        last = [f"; {words[_program(words)]} has no --num-layers" for words, _ in started][-1:]
         raise SpecError(
-            "no line runs a Python file with arguments"
+            "no line runs a training of Megatron-LM"
             + (f" (bash: {complaint})" if complaint else "")
+            + "".join(last)
             + "; give Megatron-LM's arguments after --, or the log of a run (NeMo's words, such as "
             "model.num_layers=40, are not read)"
         )
@@ -109,7 +113,7 @@ def arguments_of_script(
     ]
     if ["exit", "1"] in commands:
         named.append("exit 1: a check of the script fails here, and was passed over")
-    launch, arguments = (of_models or started)[-1]
+    launch, arguments = of_models[-1]
     if any(words != launch for words, _ in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
     program = Path(launch[max(_program(launch), 0)]).name
@@ -161,14 +165,17 @@ def _expanded(
         alone = []
     with tempfile.TemporaryDirectory() as place:
         script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
-        script.write_text(text, encoding="utf-8")
-        empty = Path(place, "commands")
-        empty.mkdir()
+        found = Path(place, "commands")
+        found.mkdir()
+        for command in filter(None, map(shutil.which, _FILTERS)):
+            (found / Path(command).name).symlink_to(command)
+        # A restricted bash keeps ENV for itself, which scripts use as a name of their own.
+        script.write_text(re.sub(r"\bENV\b", "ENV_", text), encoding="utf-8")
         with told.open("wb") as output, said.open("wb") as errors:
             try:
                 subprocess.run(
                     [*alone, bash, "-r", str(script), *own],
-                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
+                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(found)},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

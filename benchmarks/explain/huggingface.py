@@ -266,10 +266,10 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     strategy = str(keys.take("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))
     strategy = strategies.get(strategy, strategy)
     again = keys.take("fsdp_config.fsdp_reshard_after_forward", True)
-    if strategy not in ("FULL_SHARD", "HYBRID_SHARD") or again in (False, "SHARD_GRAD_OP"):
+    if strategy not in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         raise SpecError(
-            f"fsdp_sharding_strategy={strategy}, fsdp_reshard_after_forward={again}: no price "
-            "(there is one for FULL_SHARD and HYBRID_SHARD, which gather again in the backward)"
+            f"fsdp_sharding_strategy={strategy}: no price (use FULL_SHARD, HYBRID_SHARD or "
+            "SHARD_GRAD_OP)"
         )
     if keys.take("fsdp_config.fsdp_version", 1) == 1:
         model.named.append("fsdp_version=1: priced as FSDP2")
@@ -290,6 +290,9 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     model.knobs = {
         "shard": share_of_ranks(gpus, {"replicate": replicate, "cp": cp}),
         "replicate": replicate,
+        "reduce_every": "step",  # ``Accelerator.no_sync``
+        "reshard_after_forward": "SHARD_GRAD_OP" not in (strategy, again) and again is not False,
+        "reshard_after_backward": True,
     }
     model.slice_sequences(f"{_DEGREES}cp_size", cp)
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
@@ -303,7 +306,9 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         model.derived.append(
             "mixed_precision=no: priced in fp32; if the script says bf16=True, give precision=bf16"
         )
-    model.settings |= {"num_gpus": gpus, "precision": "fp32" if precision == "no" else "bf16"}
+    half = "fp32" if precision == "no" else "bf16"
+    model.settings |= {"num_gpus": gpus, "precision": half}
+    model.knobs["reduce_dtype"] = half  # Accelerate's policy sends in the type of compute
     if precision == "fp8":
         model.multiply_in_8_bits("mixed_precision=fp8", "tensorwise")
     keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))

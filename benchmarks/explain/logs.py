@@ -24,7 +24,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[[0-9;]+m")
 _BATCH = re.compile(
     rf"(?:\bglobal[ _]batch[ _]size|Total train batch size .{{,60}}?)[ :=]+{_NUMBER}"
 )
-_GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
+GPUS = re.compile(r"using world size: (\d+)")  # of Megatron-LM
 # Peaks of a rank's memory in GiB: what the number is of, how a log has it, and its unit in bytes.
 _PEAKS = tuple(
     (kind, re.compile(pattern), unit)
@@ -33,7 +33,7 @@ _PEAKS = tuple(
         ("reserved", rf"\bmax reserved: *{_NUMBER}", 2**20),  # Megatron-LM
         ("reserved", rf"Peak reserved: {_NUMBER}MiB", 2**20),  # nanotron
         ("reserved", rf"peak_memory_reserved:{_NUMBER}", 2**30),  # torchtune
-        ("reserved", rf"'memory\(GiB\)': {_NUMBER}", 2**30),  # swift
+        ("reserved", rf"'memory\(GiB\)': '?{_NUMBER}", 2**30),  # swift
         ("reserved", rf"reserved memory: {_NUMBER}", 1),  # fms-fsdp
         ("reserved", rf"\bMax_CA {_NUMBER} GB", 2**30),  # DeepSpeed
         ("allocated", rf"\bmem {_NUMBER} GiB", 2**30),  # NeMo AutoModel
@@ -105,8 +105,8 @@ _FORMS = tuple(
         ("nanochat", rf"\bdt: {_NUMBER}ms", "ms"),
         ("MaxText", rf"completed step: \d+, seconds: {_NUMBER}", "s"),
         ("torchtune", rf"tokens_per_second_per_gpu:{_NUMBER}", "tokens/s/gpu"),
-        ("swift, a mean with warm-up", rf"train_speed\(iter/s\)['\"]: {_NUMBER}", "steps/s"),
-        ("swift, a mean with warm-up", rf"train_speed\(s/it\)['\"]: {_NUMBER}", "s"),
+        ("swift, a mean with warm-up", rf"train_speed\(iter/s\)['\"]: '?{_NUMBER}", "steps/s"),
+        ("swift, a mean with warm-up", rf"train_speed\(s/it\)['\"]: '?{_NUMBER}", "s"),
         (
             "Hugging Face's Trainer, the mean with warm-up",
             rf"'train_samples_per_second': '?{_NUMBER}",
@@ -154,7 +154,7 @@ def measurement(text: str, step: Step) -> Measurement:
 
 def _of_log(path: Path, text: str, step: Step) -> Measurement:
     plain = _ESCAPES.sub("", text)
-    gpus = [int(number) for number in _GPUS.findall(plain)]
+    gpus = [int(number) for number in GPUS.findall(plain)]
     if gpus and gpus[-1] != step.num_gpus:
         raise SpecError(
             f"--measured {path}: ran on {gpus[-1]} GPUs and the configuration has {step.num_gpus} "

@@ -104,9 +104,9 @@ def measured_run(
 
 # Parts of the machine that may be slower than the preset's, those that most often are first.
 _PARTS = {
-    "inter": "the network between nodes, at {rate:.2g} of its {nominal:g} GB/s per card (TCP, NICs "
+    "inter": "the network between nodes, at {rate:.3g} of its {nominal:g} GB/s per card (TCP, NICs "
     "without work, a shared switch): measure it first, with zeropp calibrate or nccl-tests",
-    "intra": "links inside nodes, at {rate:.2g} of their {nominal:g} GB/s per GPU",
+    "intra": "links inside nodes, at {rate:.3g} of their {nominal:g} GB/s per GPU",
     "device": "every kernel, at {share:.2g} of its rate (a cap of the power, low clocks, another "
     "board, or kernels that are not the program's)",
 }

@@ -22,6 +22,7 @@ from benchmarks.explain.arguments import (
     arguments_of_log,
     arguments_of_script,
 )
+from benchmarks.explain.logs import GPUS
 from benchmarks.explain.reading import UNKNOWN, Keys, Reading, share_of_ranks
 from benchmarks.specification import SpecError
 from zeropp.price.programs import program_named
@@ -32,6 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
     "--window-size": (None, "attention is priced over the whole sequence"),
+    "--reset-attention-mask": (None, "attention is priced across documents (model.document=N)"),
     "--rampup-batch-size": (None, "priced with the last batch"),
     "--step-batch-size-schedule": (None, "priced with the last batch"),
     "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
@@ -85,7 +87,15 @@ _HARMLESS = (
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
-    *("--eod-mask", "--num-experts", "--use-rope", "--rope-", "--no-log", "--use-pytorch-profiler"),
+    *(
+        "--eod-mask",
+        "--num-experts",
+        "--use-rope",
+        "--rope-",
+        "--world-size",
+        "--no-log",
+        "--use-pytorch-profiler",
+    ),
 )
 
 
@@ -95,7 +105,8 @@ def read(
     """What a script, a command line, a log or the YAML of a test says; ``folder`` has what a script
     sources, ``own`` are its own arguments. Raises SpecError, in one line, for what has no price."""
     world, named = None, list[str]()
-    logged = values = arguments_of_log(text)
+    if logged := (values := arguments_of_log(text)):
+        *_, world = None, *map(int, GPUS.findall(text))
     if not values and "MODEL_ARGS:" in text:  # the YAML of Megatron-LM's functional tests
         try:
             given: Mapping[str, Any] = yaml.safe_load(text)["MODEL_ARGS"]
@@ -329,7 +340,9 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
     given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
     given |= {key: mixed[key] for key in ("bf16", "fp16", "fp8") if mixed.get(key)}
-    given["seq_length"] = model.get("seq_length") or tree.get("dataset", {}).get("seq_length")
+    rows = tree.get("dataset", {})  # whose length is trained; a model may allow for more
+    lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
+    given["seq_length"] = next(filter(None, lengths), None)
     values: Arguments = {}
     for key, value in given.items():
         if key in _BRIDGE_OFF or key[0] == "_" or isinstance(value, dict):

@@ -84,6 +84,11 @@ class Keys:
         except (TypeError, ValueError):
             raise SpecError(f"{key}={value!r}: must be a whole number") from None
 
+    def names(self, key: str, default: Iterable[str] = ()) -> list[str]:
+        """The same as a list of names, which may be one text with commas between them."""
+        value = self.take(key, default)
+        return value.replace(",", " ").split() if isinstance(value, str) else list(value)
+
     def needed(self, key: str) -> int:
         """A whole number that must be there; raises SpecError where it is not."""
         number = self.number(key)

@@ -76,7 +76,14 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
 _HARMLESS = (
     *("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "optimizer."),
     *("validation.", "debug.", "memory_estimation.", "experimental.", "training.max_norm"),
-    *("training.steps", "training.dataset", "training.gc_freq", "training.seed", "quantize."),
+    *(
+        "training.steps",
+        "training.data",
+        "dataset.",
+        "training.gc_freq",
+        "training.seed",
+        "quantize.",
+    ),
     *("float8.", "compile.backend", "model.hf_assets_path", "training.warm"),
     *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
     *("parallelism.spmd_backend", "training.disable_cuda_graphs", "training.gc_debug"),
@@ -153,7 +160,7 @@ def _read(
         reading.eager = True
         reading.traits["traffic_factor"] = 2.11
         reading.derived.append("compile.enable=false: priced with torch's own element-wise kernels")
-    parts = keys.take("compile.components", ["model", "loss"])
+    parts = keys.names("compile.components", ["model", "loss"])
     reading.traits["fused_loss"] = bool(compiled) and loss != "eager" and "loss" in parts
     reading.traits["loss_gradient"] = "sliced" if loss == "sliced" else "torch"
     reading.traits["overlap_tensor"] = bool(asynchronous and compiled)
@@ -173,7 +180,7 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
     )
     by_row = str(recipe).startswith("rowwise")
     reading.traits["gathers_casts"] = bool(gathers) and not by_row
-    names = list(keys.take("model.converters", []))
+    names = keys.names("model.converters")
     names += ["float8"] * bool(keys.take("float8.enable_float8_linear", False))
     for name in names:
         kind = name.lower().removeprefix("quantize.linear.")

@@ -9,10 +9,11 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from benchmarks.specification import SpecError
 from benchmarks.specification.reading import validated
+from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1
 
 Flag = str | int | float | bool | None
 Flags = dict[str, Flag]
@@ -76,13 +77,13 @@ class SlurmOptions(LauncherOptions):
     worker_python: str | None = None
     setup: list[str] = field(default_factory=list)
     environment: dict[str, str | int | None] = field(default_factory=dict)
-    grace_s: int = 60
-    walltime_safety: float = 3.0
+    grace_s: Annotated[int, AT_LEAST_1] = 60
+    walltime_safety: Annotated[float, AT_LEAST_0] = 3.0
     gpu_flag: GpuFlag = "gpus-per-node"
     gpu_type: str | None = None
     snapshot: bool = False
     chain: bool = False
-    max_running: int | None = None
+    max_running: Annotated[int | None, AT_LEAST_1] = None
     name: str | None = None
     wait: bool = False
     sbatch: Flags = field(default_factory=dict)
@@ -142,10 +143,6 @@ def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
                 )
         if not re.fullmatch(r"[\w.+-]*", options.name or ""):
             raise SpecError(f"launcher.name={options.name!r}: use letters, digits, _ . + - alone")
-        for name, least in (("grace_s", 1), ("max_running", 1), ("walltime_safety", 0)):
-            value = getattr(options, name)
-            if value is not None and value < least:
-                raise SpecError(f"launcher.{name}={value}: must be at least {least}")
     return options
 
 

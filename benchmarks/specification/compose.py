@@ -277,9 +277,11 @@ def _one_line(error: Exception, words: Sequence[str]) -> str:
     if not missing or not word:
         return "; ".join(lines[:2])
     above = word.lstrip("+~").partition("=")[0].rpartition(".")[0]
-    known = {key for place, key in _known_keys() if place == above} - {last}
-    near = difflib.get_close_matches(last, known, n=1, cutoff=0.7)
-    near = near or sorted(key for key in known if f"_{last}" in f"_{key}")[:1]
+    known = {key for place, key in _known_keys() if place == above}
+    near = difflib.get_close_matches(last, known - {last}, n=1, cutoff=0.7)
+    near = near or sorted(key for key in known - {last} if f"_{last}" in f"_{key}")[:1]
+    if last in known or (above.startswith("launcher.") and not near):  # a mapping of one's own keys
+        return f"{word}: sets a new key (write +{word})"
     path = ".".join(filter(None, (above, *near)))
     return f"{word}: there is no such key ({f'did you mean {path}?' if near else 'see --help'})"
 

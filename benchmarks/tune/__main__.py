@@ -28,10 +28,11 @@ def main() -> int:
     specs = [best_plans.checked(config) for config in configs]
     for spec in specs:
         outcomes, missing = best_plans.searched(spec)
-        best_plans.show(spec.task, outcomes, missing)
+        best_plans.show(spec.task, outcomes)
+        best_plans.print_commands(spec, outcomes)
+        best_plans.show_answer(spec.task, outcomes, missing)
         if all(outcome.winner is None for outcome in outcomes):
             raise SpecError("no plan of any contender fits (try more GPUs)")
-        best_plans.print_commands(spec, outcomes)
         if spec.out is not None:
             best_plans.write_pictures(spec.task, Path(spec.out), outcomes)
         if spec.arguments_as is not None:

@@ -86,10 +86,21 @@ def searched(spec: TuneSpec) -> tuple[list[Best], list[str]]:
     return found, [ROWS[name].label for name in rows if name not in names]
 
 
-def show(task: Task, bests: list[Best], missing: list[str]) -> None:
-    """Print all best plans, what they lose, how the searches went, and the answer. A narrow
-    terminal has the plans below the table."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 150)
+
+
+def show_answer(task: Task, bests: list[Best], missing: list[str]) -> None:
+    """Print whether the case needs tensor parallelism: last, where a reader looks first."""
+    print()
+    for line in need_lines(task, bests, missing):
+        _console().print(line, highlight=False)
+
+
+def show(task: Task, bests: list[Best]) -> None:
+    """Print all best plans, what they lose, and how the searches went. A narrow terminal has the
+    plans below the table."""
+    console = _console()
     narrow = console.width < 120
     fitting = [best.winner for best in bests if best.winner is not None]
     quickest = min(fitting, key=lambda winner: winner.step_s, default=None)
@@ -134,9 +145,6 @@ def show(task: Task, bests: list[Best], missing: list[str]) -> None:
     for caveat in dict.fromkeys(best.outcome.contender.caveat for best in bests):
         if caveat:
             tell(caveat)
-    tell("")
-    for line in need_lines(task, bests, missing):
-        tell(line)
 
 
 def print_commands(spec: TuneSpec, outcomes: list[Best]) -> None:

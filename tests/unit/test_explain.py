@@ -140,6 +140,11 @@ def test_what_has_no_price_is_named() -> None:
     named = " ".join(torchtitan.read(changed, None).named)
     assert "model.converters=nvfp4: no price" in named
     assert "model.new_key=1: not known here" in named
+    text = TOML.replace('"8B"', '"8B"\nconverters = "float8, nvfp4"')  # as until the middle of 2025
+    assert torchtitan.read(text, None).settings["precision"] == "fp8"
+    assert [n for n in torchtitan.read(text, None).named if "conv" in n] == [
+        "model.converters=nvfp4: no price; priced in bf16"
+    ]
 
 
 def test_megatron_script() -> None:
@@ -176,6 +181,9 @@ def test_the_same_configuration_in_every_dialect() -> None:
         f"{log}\n  made_up ..... 1", 16
     )  # a log has every key, so they are counted
     assert told.named == ["2 keys are not known here, left out of the price (-v lists them)"]
+    said = f"using world size: 8, data-parallel size: 4\n{log}\n  world_size ..... 8"
+    assert megatron.read(said, None).settings["num_gpus"] == 8
+    assert megatron.read(said, 16).settings == told.settings
     off = f"{log}\n  gradient_accumulation_fusion ..... False\n  add_bias_linear ..... True"
     assert arguments_of_log(off) == values | {"--no-gradient-accumulation-fusion": True}
     words = [word for flag, v in values.items() for word in ([flag] if v is True else [flag, v])]
@@ -194,9 +202,10 @@ def test_the_same_configuration_in_every_dialect() -> None:
     [
         (SCRIPT.replace('SIZE=${1:-"8"}', "SIZE=4"), "--num-experts=8: no price for mixtures"),
         (SCRIPT.replace("NUM_NODES=2", "NUM_NODES=1").replace("-size 2 ", "-size 16 "), "num_gpus"),
-        ("echo hello", "no line runs a Python file"),
+        ("echo hello", "no line runs a training of Megatron-LM"),
         ("torchrun --nnodes 2 a.py model.num_layers=40", "NeMo's words, such as"),
-        ("case $X in\na) ;;\nesac", "no line runs a Python file"),
+        ("python b.py --in x\nsrun train.py --hidden_width=8192", "; train.py has no --num-layers"),
+        ("case $X in\na) ;;\nesac", "no line runs a training of Megatron-LM"),
         ("if true; then\n", "bash: line 2: syntax error: unexpected end of file"),
         (SCRIPT.replace("--hidden-size 4096", ""), "--hidden-size: missing"),
     ],
@@ -343,6 +352,8 @@ exec 3<>{place}/kept
 trap - DEBUG
 shopt -u extdebug
 echo new > {place}/made
+cat {place}/kept > {place}/made
+seq 3 | cat - >> {place}/kept
 PATH=/bin:/usr/bin
 rm {place}/kept
 /bin/touch {place}/made
@@ -368,6 +379,8 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
         ("set -e\nmkdir x\ncase ${1:-a} in a) N=2;; esac\ntorchrun a.py --num-layers $N > log", {}),
         ("[ -f nothing ] || exit 1\nexec /opt/bin/python a.py --num-layers $((1 + 1)) 2>&1", {}),
         ('N="x/y --num-layers 2"\nCUDA=1 "$HOME/bin/torchrun" a.py ${N#* }', {}),
+        ("ENV=$1\nif [ x$ENV = x ]; then N=2; fi\npython a.py --num-layers $N", {}),
+        ("export $(echo N=1 | cut -f1 -d=)=$(seq 2 | wc -l)\npython a.py --num-layers $N", {}),
         ("source ./sizes.sh\nf() { python a.py \"$@\" | tee log; }\nf --num-layers $SIZE", {}),
     ],
 )  # fmt: skip
@@ -426,6 +439,12 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
         ("d.json", DEEPSPEED.replace("  ", "\t"), "deepspeed", {"replicate_zero": 2}, 64),
         ("a.yaml", ACCELERATE, "fsdp", {"shard": 8, "replicate": 2}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL"), "fsdp", {"shard": 16}, 128),
+        ("a.yaml", ACCELERATE, "fsdp", {"reduce_every": "step", "reduce_dtype": "bf16"}, 128),
+        ("a.yaml", ACCELERATE, "fsdp", {"reshard_after_forward": True}, 128),
+        ("a.yaml", ACCELERATE.replace("made_up", "fsdp_reshard_after_forward: false, made_up"),
+         "fsdp", {"reshard_after_forward": False, "reshard_after_backward": True}, 128),
+        ("a.yaml", ACCELERATE.replace("HYBRID_SHARD", "2"), "fsdp",
+         {"reshard_after_forward": False, "shard": 16}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"context": 2}, 128),
     ],
 )  # fmt: skip
@@ -479,6 +498,7 @@ def test_precision_that_the_file_leaves_to_the_script(
     [
         ((DEGREES, DEGREES.replace("dp_shard", "tp")), "tp_size=2: no price .* contender.tp=2"),
         (("num_processes: 16", ""), "the file does not say it .give num_gpus=N"),
+        (("HYBRID_SHARD", "NO_SHARD"), "=NO_SHARD: no price .use FULL_SHARD, HYBRID_SHARD or"),
     ],
 )
 def test_what_accelerate_leaves_open_is_refused(
@@ -574,6 +594,9 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert (
         ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.settings["precision"] == "fp8"
     )
+    for key in ("sequence_length", "seq_length"):  # of rows that are shorter than the model allows
+        path.write_text(f"{BRIDGE}dataset: {{{key}: 2048}}\n")
+        assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).task.shape.seq == 2048
 
 
 def test_slices_of_a_sequence_are_priced(tmp_path: Path) -> None:
@@ -615,8 +638,11 @@ def test_layers_per_stage_as_torchtitan_counts_them() -> None:
 
 
 def test_flags_without_a_price_are_named() -> None:
-    script = megatron.read(SCRIPT.replace("--bf16", "--bf16 --cross-entropy-loss-fusion"), None)
-    assert any(line.startswith("--cross-entropy-loss-fusion") for line in script.named)
+    for flag in ("--cross-entropy-loss-fusion", "--reset-attention-mask"):
+        flags = f"--bf16 {flag} --reset-position-ids"
+        script = megatron.read(SCRIPT.replace("--bf16", flags), None)
+        assert any(line.startswith(flag) for line in script.named)
+        assert "--reset-position-ids" in script.harmless
     gpt = SCRIPT.replace("rope", "learned_absolute").replace("RMSNorm", "LayerNorm")
     named = [line for line in megatron.read(gpt, None).named if "made-up" not in line]
     assert named == ["--disable-bias-linear: GPT's layers are priced with biases"]

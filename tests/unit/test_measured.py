@@ -77,6 +77,7 @@ def log(tmp_path: Path) -> Path:
         ("Step {} | loss:3.1 tokens_per_second_per_gpu:{} x", ("1", "8000", "8192"), 2.0237),
         ("{{'iteration': '{}/9', 'train_speed(iter/s)': {}}}", ("0.1", "0.5", "0.5"), 2.0),
         ("{{'iteration': '{}/9', 'train_speed(s/it)': {}}}", ("9", "2.1", "1.9"), 2.0),
+        ("{{'iteration': '{}/9', 'train_speed(s/it)': '{}'}}", ("9", "2.1", "1.9"), 2.0),
     ],
 )
 def test_step_times_of_logs(log: Path, line: str, numbers: tuple[str, ...], seconds: float) -> None:
@@ -224,6 +225,10 @@ def test_a_slow_network_is_named_before_another_device() -> None:
     as_priced = f"{1.1 * slow.priced.step_s}s"
     words = ["cluster=h100", "num_gpus=64"]
     assert explanations(measured_run(as_priced, [], words, arguments_of(8, 64, 24))) == []
+    fast = (["cluster=gb200", "num_gpus=8"], arguments_of(4, 8, 24))
+    slower_s = 1.2 * measured_run("1s", [], *fast).priced.step_s
+    links = explanations(measured_run(f"{slower_s}s", [], *fast))[0]
+    assert re.match(r"links inside nodes, at 1\d\d of their 900 GB/s", links)  # not at 1.2e+02
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,7 @@ def test_a_slow_network_is_named_before_another_device() -> None:
         (f"{MEGATRON.format(1, 9)}\nmemory (MB) | max reserved: 20480.0", (20.0, "reserved")),
         (f"{NANOTRON.format(1, 9)}\nPeak reserved: 4096.00MiB.", (4.0, "reserved")),
         (AUTOMODEL.format(2, 8000), (24.9, "allocated")),
+        ("{'memory(GiB)': '39.34', 'train_speed(iter/s)': '0.5'}", (39.34, "reserved")),
         (BRIDGE.format(9), None),
     ],
 )

@@ -110,6 +110,8 @@ def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         ({"sbatch": {"gres": "gpu:8"}}, "launcher.gpu_flag"),
         ({"gpu_flag": "gpus"}, "launcher.gpu_flag='gpus'"),
         ({"max_running": 0}, "launcher.max_running=0: must be at least 1"),
+        ({"walltime_safety": float("inf")}, "launcher.walltime_safety=inf: must be finite"),
+        ({"grace_s": 10**20}, "launcher.grace_s=100000000000000000000: must be less than 2^63"),
         ({"sbatch": {"ntasks-per-node": 4}}, "launcher.sbatch.ntasks-per-node: the suite sets"),
         ({"sbatch": {"ntasks_per_node": True}}, "launcher.sbatch.ntasks_per_node: the suite sets"),
         ({"srun": {"ntasks-per-node": False}}, "launcher.srun.ntasks-per-node: the suite sets"),

@@ -21,7 +21,7 @@ from benchmarks.records.events import measured
 from benchmarks.records.losses import Losses, apart_from_others, beyond
 from benchmarks.records.record import RunRecord
 from benchmarks.records.recorded_spec import flat_spec, unchecked
-from benchmarks.records.same_run import CANNOT_MATTER, same_run
+from benchmarks.records.same_run import _DEFAULTS, CANNOT_MATTER, same_run
 from benchmarks.report import TABLES, Options
 from benchmarks.report.charts import loss_curves, scaling_curves, throughput_bars
 from benchmarks.report.compare import compare, comparison_table
@@ -43,6 +43,7 @@ from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import QUIET, frame_of, make_record, spec_values
 
 Change = Callable[[dict[str, Any]], None]
+GROUPS = ("model", "cluster", "cluster.device", "contender")  # whose keys follow from a name
 
 
 def _ranks(**more: object) -> Change:
@@ -152,6 +153,14 @@ def test_every_field_counts_or_is_said_not_to() -> None:
     }
     assert counted - of_rows == {"spec", "ranks", "code_digest"}
     assert counted | of_rows == {field.name for field in fields(record)} - {*CANNOT_MATTER}
+    for path in {*flat_spec(record.spec), *_DEFAULTS}:  # the latter has fields that it lacks
+        values = {"spec": json.loads(json.dumps(record.spec))}
+        _spec(f"{path}.name" if path in GROUPS else path, "other")(values)
+        is_same = same_run(replace(record, **values)) == same_run(record)
+        assert is_same == path.startswith("contender."), path
+    apart = _with_environment(record, "host").ranks[:1] + record.ranks[1:]
+    for other in (apart, record.ranks[1:]):  # on one host more, and a rank less
+        assert same_run(replace(record, ranks=other)) != same_run(record)
     flat = flat_spec(environment)
     for path in flat:
         changed = _with_environment(record, path)
@@ -159,6 +168,8 @@ def test_every_field_counts_or_is_said_not_to() -> None:
     assert {*filter(_cannot_matter, flat)} == {"host", "memory_gib", "code.digest"}
     variables = {*CANNOT_MATTER} - {f.name for f in fields(record)} - {*environment}
     assert all(name.startswith(_VARIABLES) for name in variables)
+    others = (_with_environment(record, f"variables.{name}") for name in variables)
+    assert {*map(same_run, others)} == {same_run(record)}
 
 
 def _cannot_matter(path: str) -> bool:

@@ -244,6 +244,19 @@ def test_a_bad_value_ends_with_2_and_one_line(
     assert printed.out == ""
 
 
+def test_the_answer_comes_last(
+    composed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind the commands, which took it off the screen."""
+    words = ["contenders=[fsdp]", "num_gpus=8", "global_batch=8", "model.layers=2"]
+    config = OmegaConf.merge(composed, OmegaConf.from_dotlist(words))
+    composing = "benchmarks.specification.compose.compose"
+    monkeypatch.setattr(composing, lambda name: [OmegaConf.to_container(config)])
+    assert tune.main() == 0
+    printed = capsys.readouterr().out
+    assert printed.index("this runs its plan") < printed.index("Do you need tensor parallelism")
+
+
 @pytest.mark.parametrize("name", PRICED)
 def test_data_parallel_knobs_change_no_cut_and_no_compute(name: str) -> None:
     contender, what = PRICED[name], tiny()
