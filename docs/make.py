@@ -38,12 +38,18 @@ from benchmarks.report.display import contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
-from benchmarks.report.ratio_errors import FEWEST_RUNS, factor, measured_over_priced, pairs
+from benchmarks.report.ratio_errors import (
+    FEWEST_RUNS,
+    factor,
+    measured_over_priced,
+    pairs,
+    stranger_runs,
+)
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.tables import as_table
 from benchmarks.report.timelines import timeline_figure
-from benchmarks.specification import SpecError
+from benchmarks.specification import DTYPES, SpecError
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
 from benchmarks.verdict.measured_pairs import pairs_figure, pairs_of_case, pairs_table
@@ -179,6 +185,32 @@ def _errors(kind: str) -> str:
         shares = [f"{row['median']:.1%}", _p90(row), f"{row['bias']:+.1%}"]
         lines.append([*(str(row[name]) for name in ("source", "role", "rows", "runs")), *shares])
     return markdown_table(["source", "role", "rows", "runs", "median", "p90", "bias"], lines)
+
+
+def _eight_bits(_: str) -> str:
+    """What 8 bits gain over 16, where a source published a run of both, by the hidden size."""
+    runs = pd.DataFrame(stranger_runs()).query("quantity == 'speed'")
+    power = runs["metric"].str.contains("time").map({True: -1, False: 1})
+    runs = runs.assign(
+        measured=runs["value"].astype(float) ** power,
+        simulated=runs["value"].astype(float) ** power * (1 + runs["in_sample"].astype(float)),
+        hidden=runs["hidden"].astype(float),
+    )
+    same = ["source", "model", "device", "num_gpus", "tp", "pp", "cp", "seq", "micro_batch"]
+    same += ["global_batch", "recompute", "compiled", "metric", "hidden"]
+    eight, half = (runs[runs["dtype"].isin(DTYPES[name])] for name in ("fp8", "bf16"))
+    both = eight.merge(half, on=same).drop_duplicates("place_x")
+    gains = {name: both[f"{name}_x"] / both[f"{name}_y"] for name in ("measured", "simulated")}
+    both = both.assign(**gains, error=gains["simulated"] / gains["measured"] - 1)
+    lines = []
+    for low, high in pairwise((0, 2048, 4096, 8192, 20480)):
+        of = both[both["hidden"].between(low + 1, high)]
+        medians = [f"{of[name].median():.2f}" for name in gains]
+        sizes = [f"{of['error'].median():+.1%}", f"{of['error'].abs().quantile(0.9):.1%}"]
+        counts = [str(len(of)), str(of["source"].nunique())]
+        lines.append([f"{low + 1:,} to {high:,}", *counts, *medians, *sizes])
+    heads = ["hidden size", "pairs", "sources", "measured gain", "simulated gain"]
+    return markdown_table([*heads, "error: median", "90th percentile of its size"], lines)
 
 
 def _fits(column: str) -> str:
@@ -395,6 +427,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "verdict": _verdict,
     "accuracy": _accuracy,
     "errors": _errors,
+    "eight_bits": _eight_bits,
     "strangers": _strangers,
     "fits": _fits,
     "priced": _priced,

@@ -6,9 +6,9 @@ Every source of results/published is left out in turn. All constants are fitted 
 the other sources (``fit_constants``), and its runs are priced with those. A program that only this
 source runs has no entry then: the entry of another source that shares most traits is taken for it,
 with the year of its own kernels and the types of its own parameters, sums of gradients, masters and
-moments, which are no secrets. What a row states of its run is kept. An entry
-that another source runs, too, stays, although both were in view when it was written, and so do the
-few constants that are no field of a device or program.
+moments, which are no secrets. What a row states of its run is kept, and so are the traits that its
+run switched. An entry that another source runs, too, stays, although both were in view when it was
+written, and so do the few constants that are no field of a device or program.
 
 It writes two tables. ``stranger_runs.csv`` has one line per run: its error in sample, with the
 constants and the entry of ``conf/``, and as a stranger. ``strangers.csv`` has one line per source
@@ -86,12 +86,13 @@ def nearest(program: str, others: frozenset[str]) -> str:
 def as_stranger(row: PublishedRow, others: frozenset[str]) -> tuple[str, Case]:
     """The name of the entry with which a row of an unknown source is priced, and its case;
     ``others`` are the programs of all other sources."""
-    name = row.program
+    name, *switched = row.program.split("+")
     if name not in others:
         able = others - set(SHARD_ALONE) if row.tp * row.pp > 1 else others
         if row.zero == 3:
             able = frozenset(other for other in able if program_named(other).zero3)
         name = nearest(name, able)
+    name = "+".join([name, *switched])
     case, own = case_of(row.model_copy(update={"program": name})), program_of(row)
     state = replace(
         case.program.bf16,
@@ -166,7 +167,7 @@ def left_out(known: Runs, pool: Executor) -> tuple[list[StrangerRun], list[str]]
     chosen = drawn([p.row for p in known.values() if p.kind == "throughput"])
     programs: dict[str, set[str]] = defaultdict(set)
     for row in rows:
-        programs[row.program].add(row.source)
+        programs[row.program.partition("+")[0]].add(row.source)
     priced_so = track(pool.map(slopes, chosen, chunksize=8), len(chosen), "slopes")
     errors, moved = (np.array(each) for each in zip(*priced_so, strict=True))
     of = np.array([row.source for row in chosen])

@@ -65,6 +65,12 @@ def test_what_stands_for_a_program_can_run_as_the_row_does() -> None:
     assert as_stranger(row(program="modalities"), OTHERS)[0] != "llm_foundry"
 
 
+def test_a_stranger_keeps_the_traits_that_its_run_switched() -> None:
+    for program in ("torchtitan", "torchtitan_compiled"):
+        name, case = as_stranger(row(program=f"{program}+gathers_casts=true", **ALONE), OTHERS)
+        assert (name, case.program.gathers_casts) == ("torchtitan+gathers_casts=true", True)
+
+
 def test_a_stranger_keeps_the_year_of_its_kernels() -> None:
     name, case = as_stranger(row(program="nemo_h100"), OTHERS)
     assert (name, case.program.kernels) == ("megatron_core_r0.8", 2025)
