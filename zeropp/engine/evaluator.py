@@ -15,7 +15,7 @@ from zeropp.engine.layers.chunk import Chunk, forked_generators, shown
 from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
-from zeropp.engine.ranks.errors import ErrorBarrier, refusal, together
+from zeropp.engine.ranks.errors import ErrorBarrier, gathered, refusal, together
 from zeropp.engine.ranks.given_rows import RowsError
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import Layout
@@ -225,9 +225,8 @@ class Evaluator:
                 return [torch.cat(same) for same in zip(*map(tensors_of, parts), strict=True)]
 
         whole = together(joined)
-        offers: list[tuple[list[TensorShape], bool]] = [([], True)] * dist.get_world_size(world)
         is_tuple = bool(parts) and isinstance(parts[0], tuple)
-        dist.all_gather_object(offers, (_shapes(whole), is_tuple), group=world)
+        offers = gathered((_shapes(whole), is_tuple), world)
         pipeline, rank = self._layout.pipeline(dist.get_rank()), dist.get_rank()
         source = pipeline[self._schedule.stage_rank[self._last]]
         shapes, is_tuple = next(offer for offer in (offers[source], *offers) if offer[0])

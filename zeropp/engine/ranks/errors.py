@@ -59,13 +59,7 @@ def together(work: Callable[[], T]) -> T:
     rank raises: the same InfeasibleError everywhere if one was raised, otherwise each rank's own
     error, and ``PeerError`` on ranks without an error.
     """
-    failed = torch.zeros((), device=_control_device())  # first, as memory may run out
-    result, failure = _attempt(work)
-    failed += failure is not None
-    dist.all_reduce(failed)
-    if failure is not None or float(failed):
-        _raise_everywhere(failure, gathered(_report(failure)))
-    return result[0]
+    return agree(lambda: (work(), {}))
 
 
 def agree(work: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
@@ -229,9 +223,3 @@ def _raise_everywhere(error: Exception | None, reports: Sequence[tuple[str, str]
         raise error
     rank, line = next((rank, line) for rank, line in enumerate(summaries) if line)
     raise PeerError(f"rank {rank} raised {line}")
-
-
-def _control_device() -> torch.device:
-    """The device for small collectives: the CPU if its backend takes CPU tensors, else CUDA."""
-    devices = {entry.partition(":")[0] for entry in str(dist.get_backend_config()).split(",")}
-    return torch.device("cpu" if "cpu" in devices else "cuda")
