@@ -292,7 +292,7 @@ def test_messages_on_nccl_go_first_and_leave_compute_most_of_the_device() -> Non
         mock.patch.object(dist, "new_group") as made,
         mock.patch.object(collectives.Channels, "_connect"),
     ):
-        collectives.Channels([(0, 1), (1, 0)], layout, GPU)
+        collectives.Channels([(0, 1), (1, 0)], layout, GPU, None, ExitStack())
     options = nccl.Options.return_value
     nccl.Options.assert_called_with(is_high_priority_stream=True)
     assert options.config.max_ctas == 4

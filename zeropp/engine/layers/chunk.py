@@ -93,17 +93,6 @@ class StepSeeds:
             yield
 
 
-def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state dict, named ``{piece}.{buffer}``."""
-    return {
-        f"{index}.{name}": buffer
-        for index, piece in pieces
-        for saved in [piece.state_dict(keep_vars=True)]
-        for name, buffer in piece.named_buffers(remove_duplicate=False)
-        if name in saved
-    }
-
-
 Result = TypeVar("Result")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -401,18 +390,8 @@ def compute_in_fp32(
     outside: torch.dtype,
     undo: ExitStack,
 ) -> None:
-    """Let those of these ``kinds`` in ``modules`` compute in fp32 until ``undo``."""
-    wide = [part for one in modules for part in one.modules() if isinstance(part, kinds)]
-    inner = {part for module in wide for part in module.modules() if part is not module}
-    for module in wide:
-        if module not in inner:
-            undo.enter_context(_computing_in_fp32(module, outside))
-
-
-@contextmanager
-def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
-    """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
-    the type ``outside``."""
+    """Let those of these ``kinds`` in ``modules`` compute in fp32 until ``undo``: they get their
+    floating-point inputs in it, and what they give is cast to the type ``outside``."""
 
     def to(dtype: torch.dtype, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -423,15 +402,14 @@ def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None
     def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
         return to(torch.float32, args), {name: to(torch.float32, x) for name, x in named.items()}
 
-    hooks = (
-        module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(lambda _, args, output: to(outside, output)),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    wide = [part for one in modules for part in one.modules() if isinstance(part, kinds)]
+    inner = {part for module in wide for part in module.modules() if part is not module}
+    for module in wide:
+        if module not in inner:
+            undo.enter_context(module.register_forward_pre_hook(widen, with_kwargs=True))
+            undo.enter_context(
+                module.register_forward_hook(lambda _, args, output: to(outside, output))
+            )
 
 
 def _begin(x: Tensor, gradients: dict[int, Tensor], place: int) -> Tensor:

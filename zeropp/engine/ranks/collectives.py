@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,7 +35,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
@@ -55,23 +56,21 @@ class DataGroups:
     owners: dist.ProcessGroup | None
     context: dist.ProcessGroup | None
 
-    def close(self) -> None:
-        """Destroy the process groups; all their ranks must call it."""
-        groups = [self.gather, self.reduce, self.replicate, self.world, self.owners, self.context]
-        self.gather = self.reduce = self.replicate = self.world = self.owners = self.context = None
-        while groups:
-            if (group := groups.pop()) is not None:
-                dist.destroy_process_group(group)
-
 
 def make_groups(
-    layout: Layout, device: torch.device, timeout: timedelta | None, *, owners: bool = False
+    layout: Layout,
+    device: torch.device,
+    timeout: timedelta | None,
+    undo: ExitStack,
+    *,
+    owners: bool = False,
 ) -> DataGroups:
     """Make the groups of all shards and replicas, whatever their numbering; collective over all
     ranks, because torch names groups by how many a rank has made.
 
-    ``timeout``: how long a collective waits for its peers; None: torch's default. ``owners``: also
-    the group in which ranks share whole parameters out.
+    ``timeout``: how long a collective waits for its peers; None: torch's default. ``undo`` collects
+    how to destroy the groups, which all their ranks must do. ``owners``: also the group in which
+    ranks share whole parameters out.
     """
     place = layout.coordinates(dist.get_rank())
     backend = backend_of(device)
@@ -95,6 +94,7 @@ def make_groups(
     made = (groups.gather, groups.reduce, groups.replicate, groups.world, groups.owners)
     for group in (*made, groups.context):
         if group is not None:  # NCCL connects a group in its first collective, and waits there
+            undo.callback(dist.destroy_process_group, group)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return groups
 
@@ -133,7 +133,8 @@ Pair = tuple[int, int]  # pipeline ranks: source, target
 class Channels:
     """The messages between the ranks of this rank's pipeline. All ranks must construct it.
 
-    ``timeout`` is how long a message waits for its peer; None means torch's default.
+    ``timeout`` is how long a message waits for its peer; None means torch's default. ``undo``
+    collects how to destroy the process groups, as in ``make_groups``.
     """
 
     def __init__(
@@ -141,13 +142,13 @@ class Channels:
         pairs: Iterable[Pair],
         layout: Layout,
         device: torch.device,
-        timeout: timedelta | None = None,
+        timeout: timedelta | None,
+        undo: ExitStack,
     ) -> None:
         self.device = device
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}
-        self._made: list[dist.ProcessGroup] = []  # by all ranks, in this order
         self._sends: list[tuple[Tensor, dist.Work]] = []
         backend, options = backend_of(device), None
         if backend == "nccl":  # messages go before compute, as they wait for peers
@@ -155,7 +156,7 @@ class Channels:
             options.config.max_ctas = 4  # a few thread blocks fill a link
         for apart in disjoint(pairs):
             group = dist.new_group(timeout=timeout, backend=backend, pg_options=options)
-            self._made.append(group)
+            undo.callback(dist.destroy_process_group, group)
             self._groups |= {pair: group for pair in apart if self._rank in pair}
         for source, target in self._groups:
             self._connect(source, target, device)
@@ -184,13 +185,6 @@ class Channels:
         for _, work in self._sends:
             work.wait()
         self._sends.clear()
-
-    def close(self) -> None:
-        """Destroy the process groups, the last one first; all ranks must call it."""
-        self._sends.clear()
-        self._groups.clear()
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
 
     def _connect(self, source: int, target: int, device: torch.device) -> None:
         """Send one message through a pair, as NCCL connects on first use and waits there."""

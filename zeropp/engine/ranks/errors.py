@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -101,9 +101,10 @@ class ErrorBarrier:
 
     It has process groups of its own on the CPU, so that the host does not wait for the GPU.
     ``timeout``: how long a rank may come later than the others. ``count``: of a result's numbers.
+    ``undo`` collects how to destroy the groups, which all ranks must do.
     """
 
-    def __init__(self, timeout: timedelta | None, count: int) -> None:
+    def __init__(self, timeout: timedelta | None, count: int, undo: ExitStack) -> None:
         self._count = count
         self.calls = 0  # how often ranks have met
         backend = "gloo" if "nccl" in str(dist.get_backend_config()) else None
@@ -111,6 +112,8 @@ class ErrorBarrier:
             dist.new_group(backend=backend, timeout=timeout, group_desc=f"zeropp {name}")
             for name in ("barrier", "late ranks")
         ]
+        for group in self._groups:
+            undo.callback(dist.destroy_process_group, group)
 
     def run(
         self,
@@ -160,11 +163,6 @@ class ErrorBarrier:
                 late = f" ({found[0]} a barrier)" if found else ""
             raise LostRankError(_LOST + late) from error
         return every.view(-1, len(numbers)).tolist()
-
-    def close(self) -> None:
-        """Destroy the process groups; all ranks must call it."""
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
 
 
 def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
