@@ -480,7 +480,7 @@ def test_the_same_knobs_make_the_same_plan(case: str) -> None:
     spec = spec_of(case)
     keywords = settings_of(spec)
     sizes = walk(layers_of(spec.model), keywords["sample"], {})
-    plan = plan_layers(Settings(**keywords), frozenset(), sizes, spec.num_gpus).plan
+    plan = plan_layers(Settings(**keywords), sizes, spec.num_gpus).plan
     suites = plan_of(spec)
     assert replace(plan, shape=suites.shape, tied_pieces=()) == suites
     chosen = spec.plan()  # among several orders of the same step
@@ -548,9 +548,9 @@ def test_a_plan_of_another_model_is_refused() -> None:
     settings = Settings(plan=plan, sample=sample, global_batch=12)
     sizes = walk([nn.Linear(16, 16) for _ in range(5)], sample, {})
     with pytest.raises(zeropp.InfeasibleError, match="plan: is for 6 layers, but there are 5"):
-        plan_layers(settings, frozenset(), sizes, 4)
+        plan_layers(settings, sizes, 4)
     with pytest.raises(zeropp.InfeasibleError, match="= 4: must be the number of ranks, 2"):
-        plan_layers(settings, frozenset(), sizes, 2)
+        plan_layers(settings, sizes, 2)
 
 
 TIED = ((0, "weight"), (3, "weight"))
@@ -561,7 +561,7 @@ def plan_for(tied: Any) -> Plan:
     sample = torch.zeros(1, 4)
     settings = Settings(sample=sample, global_batch=4, pp=2, tied=tied)
     sizes = walk([nn.Linear(4, 4) for _ in range(4)], sample, {})
-    return plan_layers(settings, frozenset(), sizes, 2).plan
+    return plan_layers(settings, sizes, 2).plan
 
 
 def refused_beside(planned: Any, tied: Any) -> str:

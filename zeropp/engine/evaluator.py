@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,9 +80,7 @@ class Evaluator:
                     if loss is not None:
                         sums[0] += loss * (rows[microbatch] if is_mean else 1)
                     sums[1] += 0 if count is None else count
-        value: Value = ()
-        if outputs is not None:
-            value = self._on_pipeline(given)
+        value: Value = () if outputs is None else self._on_pipeline(given)
         dist.all_reduce(sums, group=self._world)
         total, count = sums.tolist()
         divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
@@ -130,7 +128,7 @@ class Evaluator:
         device, chunks = self._channels.device, self.chunks
         splits = any(a.op is Op.BACKWARD_INPUT for a in self._schedule.programs[self._rank])
         batch = batch.first()
-        with self._unchanged(self._caching), shown(chunks.values()):
+        with unchanged(self._roots, device, self._caching), shown(chunks.values()):
             for stage, chunk in chunks.items():
                 for flat in chunk.flats:
                     flat.unshard()
@@ -150,13 +148,11 @@ class Evaluator:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
 
-    def _unchanged(self, apart: Collection[nn.Module] = ()) -> AbstractContextManager[None]:
-        return unchanged(self._roots, self._channels.device, apart)
-
     @contextmanager
     def _evaluating(self, apart: Collection[nn.Module] = ()) -> Iterator[None]:
-        """Inside, chunks can run forward; afterwards all is as ``_unchanged`` says."""
-        with self._unchanged(apart), torch.no_grad(), shown(self.chunks.values()):
+        """Inside, chunks can run forward; afterwards all is as ``unchanged`` says."""
+        everything = unchanged(self._roots, self._channels.device, apart)
+        with everything, torch.no_grad(), shown(self.chunks.values()):
             for root in self._roots:
                 for module in root.modules():
                     module.training = False

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
-from zeropp.engine.evaluator import unchanged
 from zeropp.engine.layers.chunk import compute_in_fp32
 from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
@@ -215,8 +214,7 @@ class _Comparison:
         wide = self._settings.fp32_modules
         parts = [part for layer in self._plain for part in layer.modules()]
         kept = {id(x) for part in parts if isinstance(part, wide) for x in part.parameters()}
-        self._undo = ExitStack()
-        compute_in_fp32(self._plain, wide, compute, self._undo)
+        compute_in_fp32(self._plain, wide, compute, ExitStack())
         for one in self._working.values():
             if one.is_floating_point() and id(one) not in kept:
                 one.data = one.data.to(compute)
@@ -259,9 +257,7 @@ class _Comparison:
         """Evaluate here and there, and compare."""
         evaluate: Callable[..., float] = self._model.eval_step
         ours = self._run(partial(evaluate, **batch.whole))
-        with unchanged(self._plain, self._model.engine.lanes.device):
-            alone = self._alone.evaluate(batch)
-        self._compare_losses(ours, alone, "of an evaluation ")
+        self._compare_losses(ours, self._alone.evaluate(batch), "of an evaluation ")
         self._compare_kept()
         self._raise_first()
 

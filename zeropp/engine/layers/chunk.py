@@ -218,12 +218,13 @@ class Chunk:
             inputs = [_begin(x, gradients, place) for place, x in enumerate(inputs)]
         value: Value = tuple(inputs)
         del inputs  # which the graph keeps, or sends away
+        saving = self.offload.saving if self.offload else lambda *_: nullcontext()
         losses = []
         with self._exchanging(tokens):
             for index, module in enumerate(self.modules):
                 if self._seed is not None:
                     self._seed(index, microbatch)
-                with self._saving(module, microbatch, stays) as kept:
+                with saving(module, microbatch, stays) as kept:
                     value = run_recomputed(
                         partial(module, **self._chosen(keywords, index)),
                         *cast(tensors_of(value), self._compute),
@@ -345,14 +346,6 @@ class Chunk:
     def _exchanging(self, tokens: int) -> AbstractContextManager[None]:
         """Inside this context attention sees the tokens that other ranks have."""
         return nullcontext() if self._context is None else self._context.exchanging(tokens)
-
-    def _saving(
-        self, module: nn.Module, microbatch: int, stays: Sequence[Tensor]
-    ) -> AbstractContextManager[Callable[[Any], None] | None]:
-        """Inside this context a module's forward may save tensors that are sent to the host."""
-        if self.offload is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.offload.saving(module, microbatch, stays)
 
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """Keyword inputs of a module, in the type that it computes in."""

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -39,16 +40,11 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
-    ``shard`` is this rank's index among the ``shards`` ranks that divide the parameters of a group,
-    which are those of the axes shard and context; ``replica`` that among the ``replicas``. The
-    ranks of ``context`` exchange heads for tokens. ``world`` has all ranks; ``owners`` those that
-    divide the optimizer's work, where parameters are updated whole.
+    The ranks of ``gather`` and ``reduce`` divide parameters: they are those of the axes shard and
+    context. The ranks of ``context`` exchange heads for tokens. ``world`` has all ranks; ``owners``
+    those that divide the optimizer's work, where parameters are updated whole.
     """
 
-    shard: int
-    shards: int
-    replica: int
-    replicas: int
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None
@@ -72,16 +68,11 @@ def make_groups(
     how to destroy the groups, which all their ranks must do. ``owners``: also the group in which
     ranks share whole parameters out.
     """
-    place = layout.coordinates(dist.get_rank())
     backend = backend_of(device)
     make = partial(_group, layout, backend=backend, timeout=timeout)
     sharding: list[Axis] = ["shard", "context"]
     dividing: list[Axis] = [*sharding, "replicate"] if layout.replicate_zero else sharding
     groups = DataGroups(
-        shard=layout.shard_index(dist.get_rank()),
-        shards=layout.shards,
-        replica=place["replicate"],
-        replicas=layout.replicate,
         gather=make(sharding, name="zeropp gathers"),
         reduce=make(sharding, name="zeropp reductions"),
         replicate=make(["replicate"], name="zeropp replicas"),
@@ -236,8 +227,5 @@ def new_group_in_each_pipeline(
 
 def neighbours(schedule: Schedule) -> set[tuple[int, int]]:
     """Ordered pairs of ranks between which messages go."""
-    pairs = set()
-    for source, target in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False):
-        if source != target:
-            pairs |= {(source, target), (target, source)}
-    return pairs
+    forward = {(one, other) for one, other in pairwise(schedule.stage_rank) if one != other}
+    return forward | {(target, source) for source, target in forward}
