@@ -21,7 +21,7 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.layers.values import may_have_gradient
 from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.ranks import errors as ranks
-from zeropp.engine.settings import Settings, check_call, describe_function, read
+from zeropp.engine.settings import Settings, check_call, read
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
@@ -96,7 +96,9 @@ def _settings(
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(auto)),
-        "loss_fn": describe_function(loss_fn),
+        "loss_fn": repr(loss_fn)
+        if isinstance(loss_fn, nn.Module)
+        else getattr(loss_fn, "__qualname__", "a function"),
     }
 
 

@@ -28,9 +28,7 @@ from torch.distributed import get_rank
 from zeropp.engine.layers.chunk import compute_in_fp32
 from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
-    cut_rows,
     may_have_gradient,
-    split_rows,
     tensors_of,
     without_scalars,
 )
@@ -127,7 +125,7 @@ def _microbatches(
 ) -> Microbatches:
     """All of a batch, inputs and targets and keyword inputs by name, on the model's device; in
     ``whole`` this rank's rows."""
-    device, size = model.engine.lanes.device, model.plan.microbatch_size
+    device = model.engine.lanes.device
     given = {**given, **named}
     for name, one in given.items():
         if len(one) != model.plan.global_batch:
@@ -135,10 +133,9 @@ def _microbatches(
                 f"check: {name} have {len(one)} rows, but global_batch="
                 f"{model.plan.global_batch} are needed, the same on all ranks"
             )
-    inputs, targets, *others = (one.to(device, copy=True) for one in given.values())
-    keywords = split_rows(dict(zip(named, others, strict=True)), size)
+    every = {name: one.to(device, copy=True) for name, one in given.items()}
     own = {name: one[model.rows].to(device) for name, one in given.items()}
-    return Microbatches(cut_rows(inputs, size), cut_rows(targets, size), keywords, own)
+    return Microbatches.cut(every, model.plan.microbatch_size, own)
 
 
 class _Comparison:
