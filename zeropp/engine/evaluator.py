@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,13 +69,14 @@ class Evaluator:
         is_mean = self._loss.reduction == "mean"
         sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
         given: list[Value] = []
+        whole = self._context.whole if self._context else (lambda x: x)  # all tokens
         with self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, output, loss in self._run_unit(batch, unit, {}):
                     count = None
                     if output is not None and outputs is not None:
-                        given.append(outputs(self._whole(output)))
+                        given.append(outputs(alike(output, [*map(whole, tensors_of(output))])))
                     if output is not None and batch.targets:
                         loss, count = self._loss(output, batch, microbatch)
                     if loss is not None:
@@ -85,12 +87,6 @@ class Evaluator:
         total, count = sums.tolist()
         divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
         return total / divisor if divisor else math.nan, value
-
-    def _whole(self, output: Value) -> Value:
-        """What the model gives for all tokens of a microbatch."""
-        if self._context is None:
-            return output
-        return alike(output, [self._context.whole(x) for x in tensors_of(output)])
 
     def agree(self, batch: Microbatches) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all
@@ -226,20 +222,17 @@ class Evaluator:
         pipeline, rank = self._layout.pipeline(dist.get_rank()), dist.get_rank()
         source = pipeline[self._schedule.stage_rank[self._last]]
         shapes, is_tuple = next(offer for offer in (offers[source], *offers) if offer[0])
-        works = []
         if not offers[source][0]:
             empty = [TensorShape(torch.Size((0, *x.size[1:])), x.dtype) for x in shapes]
             whole = [shape.empty(device) for shape in empty]
         elif rank == source:
             whole = [x.contiguous() for x in whole]
-            others = [other for other in pipeline if other != source]
-            works = [dist.isend(x, other, group=world) for x in whole for other in others]
+            for x, other in product(whole, set(pipeline) - {source}):
+                dist.send(x, other, group=world)
         else:
             whole = [shape.empty(device) for shape in shapes]
-            works = [dist.irecv(x, source, group=world) for x in whole]
-        for work in works:
-            if work is not None:
-                work.wait()
+            for x in whole:
+                dist.recv(x, source, group=world)
         return tuple(whole) if is_tuple else whole[0]
 
 

@@ -10,7 +10,7 @@ same way).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -64,11 +64,12 @@ def make_flats(
         ends[0].parameters += ends[1].parameters
         entries.remove(ends[1])
     delayed = {id(weight) for weight in deferred}
-    buckets: defaultdict[
+    buckets = defaultdict[
         tuple[bool, bool, Name | None, torch.dtype | None, int], list[_NamedParameter]
-    ]
-    buckets = defaultdict(list)
-    part_of = _parts(entries, delayed, plan.gradient_parts)
+    ](list)
+    weights = [e.parameters[0] for e in reversed(entries) if id(e.parameters[0]) in delayed]
+    parts = runs([weight.numel() for weight in weights], plan.gradient_parts)
+    part_of = dict(zip(map(id, weights), parts, strict=True))  # a backward comes to part 0 first
     for entry in entries:
         first = entry.parameters[0]
         shared = next((name for name in entry.names if name in (tied or ())), None)
@@ -125,14 +126,6 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_NamedParameter]:
             entry = entries.setdefault(id(parameter), _NamedParameter((), [parameter]))
             entry.names += ((index, name),)
     return list(entries.values())
-
-
-def _parts(
-    entries: Iterable[_NamedParameter], delayed: Collection[int], parts: int
-) -> dict[int, int]:
-    """The part of each delayed weight, by identity; a backward comes to part 0 first."""
-    weights = [e.parameters[0] for e in reversed([*entries]) if id(e.parameters[0]) in delayed]
-    return dict(zip(map(id, weights), runs([w.numel() for w in weights], parts), strict=True))
 
 
 def _types(bucket: Sequence[_NamedParameter], plan: Plan, *, wide: bool) -> Types:

@@ -423,14 +423,13 @@ def _kinds(module: nn.Module, index: int, group_of: GroupOf) -> dict[str, Parame
 def _check_outputs(value: object, index: int) -> None:
     """Refuse a layer that returns something else than tensors."""
     values = value if isinstance(value, tuple) else (value,)
-    strange = next((x for x in values if not isinstance(x, Tensor)), None)
-    if values and all(isinstance(x, Tensor) for x in values):
-        return
-    inside = f" with {type(strange).__name__} in it" if isinstance(value, tuple) else ""
-    raise InfeasibleError(
-        f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a "
-        "tensor or a tuple of tensors (wrap the layer, so that it returns one)"
-    )
+    strange = [type(x).__name__ for x in values if not isinstance(x, Tensor)]
+    if strange or not values:
+        inside = f" with {strange[0]} in it" if strange and isinstance(value, tuple) else ""
+        raise InfeasibleError(
+            f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a "
+            "tensor or a tuple of tensors (wrap the layer, so that it returns one)"
+        )
 
 
 def check_values(module: nn.Module, index: int) -> None:

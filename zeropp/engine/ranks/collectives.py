@@ -82,8 +82,7 @@ def make_groups(
         owners=make(dividing, name="zeropp owners") if owners else None,
         context=make(["context"], name="zeropp sequences") if layout.context > 1 else None,
     )
-    made = (groups.gather, groups.reduce, groups.replicate, groups.world, groups.owners)
-    for group in (*made, groups.context):
+    for group in vars(groups).values():
         if group is not None:  # NCCL connects a group in its first collective, and waits there
             undo.callback(dist.destroy_process_group, group)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
