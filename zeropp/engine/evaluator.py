@@ -171,7 +171,7 @@ class Evaluator:
                 else:
                     inputs = local.pop((stage, microbatch), ()) or self._receive(stage)
                     passed[stage] = _shapes(inputs)
-                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
+                output, loss = chunk.forward(inputs, microbatch, batch.keywords_of(microbatch))
                 if loss is not None:
                     yield microbatch, None, loss
                 if stage < self._last:

@@ -202,33 +202,36 @@ class Chunk:
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
     ) -> tuple[Value, Tensor | None]:
-        """Run the modules on one microbatch, and keep what its backward needs.
+        """Run the modules on one microbatch, and keep what its backward needs; under ``no_grad``,
+        in an evaluation, keep nothing, and take any shapes.
 
         Returns what the last module returns, cast to the types that the next stage expects, and the
         sum of the losses that modules return beside it. Raises RuntimeError if a tensor has another
         shape than the next stage expects.
         """
         self._wait()
-        if self._store.parts is not None:
+        trains = torch.is_grad_enabled()
+        if self._store.parts is not None and trains:
             self._store.parts.begin_forward(microbatch)
         gradients: dict[int, Tensor] = {}
         tokens = inputs[0].shape[1] if self._context else 0
         stays = [*keywords.values(), *(inputs if self.arriving is None else ())]
-        if self.arriving is not None:
+        if self.arriving is not None and trains:
             inputs = [_begin(x, gradients, place) for place, x in enumerate(inputs)]
         value: Value = tuple(inputs)
         del inputs  # which the graph keeps, or sends away
-        saving = self.offload.saving if self.offload else lambda *_: nullcontext()
+        saving = self.offload.saving if self.offload and trains else lambda *_: nullcontext()
+        recomputed = self._recomputed if trains else ()
         losses = []
         with self._exchanging(tokens):
             for index, module in enumerate(self.modules):
-                if self._seed is not None:
+                if self._seed is not None and trains:
                     self._seed(index, microbatch)
                 with saving(module, microbatch, stays) as kept:
                     value = run_recomputed(
                         partial(module, **self._chosen(keywords, index)),
                         *cast(tensors_of(value), self._compute),
-                        recompute=self._recompute if id(module) in self._recomputed else "none",
+                        recompute=self._recompute if id(module) in recomputed else "none",
                         random=self._seed is not None,
                         kept=kept,
                     )
@@ -237,32 +240,14 @@ class Chunk:
         if self.leaving is not None:
             shapes = [tuple(x.shape) for x in tensors_of(value)]
             expected = [tuple(shape.size) for shape in self.leaving]
-            if shapes != expected:
+            if shapes != expected and trains:
                 raise RuntimeError(
                     f"a stage returns tensors of shapes {shapes}, but the next one expects "
                     f"{expected}: shapes may not depend on values"
                 )
             value = self._cast_leaving(value)
-        self._live[microbatch] = _Live(gradients, tokens, _edges(tensors_of(value)))
-        return value, torch.stack(losses).sum() if losses else None
-
-    @torch.no_grad()
-    def infer(
-        self,
-        inputs: Sequence[Tensor],
-        keywords: Mapping[str, Tensor],
-    ) -> tuple[Value, Tensor | None]:
-        """Run the modules on one microbatch of any shape, and keep nothing; see ``forward``."""
-        self._wait()
-        value: Value = tuple(inputs)
-        tokens = inputs[0].shape[1] if self._context else 0
-        losses = []
-        with self._exchanging(tokens):
-            for index, module in enumerate(self.modules):
-                arguments = cast(tensors_of(value), self._compute)
-                value, loss = without_scalars(module(*arguments, **self._chosen(keywords, index)))
-                losses += [] if loss is None else [loss]
-        value = value if self.leaving is None else self._cast_leaving(value)
+        if trains:
+            self._live[microbatch] = _Live(gradients, tokens, _edges(tensors_of(value)))
         return value, torch.stack(losses).sum() if losses else None
 
     def set_loss(self, microbatch: int, loss: Tensor, *, alone: bool) -> None:

@@ -107,10 +107,6 @@ class _Handle:
         return values.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-def _unpacked(kept: _Handle | Tensor) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.tensor()
-
-
 @dataclass
 class _Microbatch:
     """What a stage's blocks have saved of a microbatch."""
@@ -148,7 +144,7 @@ class Offload:
         def pack(tensor: Tensor) -> _Handle | Tensor:
             return self._handle(live, tensor, stay)
 
-        with saved_tensors_hooks(pack, _unpacked):
+        with saved_tensors_hooks(pack, lambda x: x.tensor() if isinstance(x, _Handle) else x):
             yield caches.append
         for entry in (entry for cache in caches for entry in kept_by_selective(cache)):
             if isinstance(handle := pack(entry.val), _Handle):

@@ -47,6 +47,7 @@ class TiedWeights:
             self._group = new_group_in_each_pipeline(plan.layout, {first, second}, timeout)
         if self._group is not None:
             undo.callback(dist.destroy_process_group, self._group)
+            undo.callback(vars(self).pop, "_group")  # else it would live on
         self._make_equal(plan.layout.pipeline(dist.get_rank())[first])
 
     def sum_gradients(self) -> None:

@@ -86,6 +86,7 @@ def make_groups(
         if group is not None:  # NCCL connects a group in its first collective, and waits there
             undo.callback(dist.destroy_process_group, group)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+    undo.callback(vars(groups).clear)  # else it would keep them, and peers would wait for this rank
     return groups
 
 
@@ -148,6 +149,8 @@ class Channels:
             group = dist.new_group(timeout=timeout, backend=backend, pg_options=options)
             undo.callback(dist.destroy_process_group, group)
             self._groups |= {pair: group for pair in apart if self._rank in pair}
+        undo.callback(self._sends.clear)
+        undo.callback(self._groups.clear)  # as in ``make_groups``
         for source, target in self._groups:
             self._connect(source, target, device)
 

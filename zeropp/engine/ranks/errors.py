@@ -114,6 +114,7 @@ class ErrorBarrier:
         ]
         for group in self._groups:
             undo.callback(dist.destroy_process_group, group)
+        undo.callback(self._groups.clear)  # else they would live on
 
     def run(
         self,
