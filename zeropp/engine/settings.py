@@ -254,8 +254,10 @@ def read(
     those of Hugging Face's models do). Raises TypeError for an unknown keyword, and
     InfeasibleError as ``Settings`` does and for a keyword beside a plan that decides otherwise, be
     it ``auto`` or the keyword's default."""
-    own = {"loss_reduction": getattr(loss_fn, "loss_reduction", None)}
-    own |= {"tied": getattr(layers, "tied", None)}
+    own = {
+        "loss_reduction": getattr(loss_fn, "loss_reduction", None),
+        "tied": getattr(layers, "tied", None),
+    }
     given = {name: value for name, value in keywords.items() if name != "tied" or value}
     known = [each.name for each in fields(Settings)]
     for name in given:

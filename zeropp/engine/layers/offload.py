@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -141,9 +142,7 @@ class Offload:
         stay = {id(x.untyped_storage()) for x in (*given, *module.buffers())}
         caches: list[Any] = []
 
-        def pack(tensor: Tensor) -> _Handle | Tensor:
-            return self._handle(live, tensor, stay)
-
+        pack = partial(self._handle, live, stay)
         with saved_tensors_hooks(pack, lambda x: x.tensor() if isinstance(x, _Handle) else x):
             yield caches.append
         for entry in (entry for cache in caches for entry in kept_by_selective(cache)):
@@ -151,7 +150,7 @@ class Offload:
                 live.selected.append((entry, handle))
                 entry.val = None
 
-    def _handle(self, live: _Microbatch, tensor: Tensor, stay: set[int]) -> _Handle | Tensor:
+    def _handle(self, live: _Microbatch, stay: set[int], tensor: Tensor) -> _Handle | Tensor:
         if isinstance(tensor, nn.Parameter):
             return tensor
         is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
