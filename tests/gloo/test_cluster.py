@@ -52,8 +52,9 @@ def cut_on(
     """The plan of this many ranks, and the sizes of the layers."""
     settings = Settings(sample=sample, global_batch=batch, **more)
     sizes = walk(layers, sample, {}, recorder=Recorder)
-    planner = plan_on_cluster if settings.hardware else plan_layers
-    return planner(settings, frozenset(), sizes, world).plan, sizes
+    if settings.hardware:
+        return plan_on_cluster(settings, frozenset(), sizes, world).plan, sizes
+    return plan_layers(settings, sizes, world).plan, sizes
 
 
 def makers(shape: ModelShape) -> list[Any]:

@@ -36,7 +36,7 @@ from zeropp.engine.evaluator import Evaluator
 from zeropp.engine.layers.chunk import StepSeeds, seed_piece
 from zeropp.engine.layers.deferred import add_wide_product
 from zeropp.engine.loss import Loss, Microbatches
-from zeropp.engine.ranks import collectives, cuda_settings, errors, given_rows
+from zeropp.engine.ranks import collectives, cuda_settings, given_rows
 from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.engine.ranks.given_rows import GivenRows, RowsError
 from zeropp.engine.ranks.lanes import make_lanes
@@ -247,7 +247,6 @@ def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> 
     here: Any = stand_in(
         _channels=stand_in(device=GPU), chunks={}, _schedule=schedule, _rank=0,
         _loss=Loss(lambda output, _: output, "mean"), _roots=[], _caching=set(),
-        _unchanged=lambda apart: Evaluator._unchanged(here, apart),
     )  # fmt: skip
     with mock.patch.object(torch.random, "fork_rng") as forked:
         with StepSeeds(3, 0, GPU).drawing(0):
@@ -292,18 +291,12 @@ def test_messages_on_nccl_go_first_and_leave_compute_most_of_the_device() -> Non
         mock.patch.object(dist, "new_group") as made,
         mock.patch.object(collectives.Channels, "_connect"),
     ):
-        collectives.Channels([(0, 1), (1, 0)], layout, GPU)
+        collectives.Channels([(0, 1), (1, 0)], layout, GPU, None, ExitStack())
     options = nccl.Options.return_value
     nccl.Options.assert_called_with(is_high_priority_stream=True)
     assert options.config.max_ctas == 4
     assert [call.kwargs["backend"] for call in made.call_args_list] == ["nccl"] * 2
     assert {call.kwargs["pg_options"] for call in made.call_args_list} == {options}
-
-
-def test_small_collectives_run_on_the_cpu_where_it_has_a_backend() -> None:
-    for config, device in ((BOTH, "cpu"), ("cuda:nccl", "cuda")):
-        with backends(config):
-            assert errors._control_device() == torch.device(device)
 
 
 def test_a_learning_rate_on_the_device_is_not_read_to_compare_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_compiled_blocks_have_the_same_gradients(case: Case, world: World) -> No
 def test_few_process_groups_whatever_the_world(case: Case, groups: int) -> None:
     plan = case.plan()
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
-        Channels(neighbours(plan.schedule), plan.layout, torch.device("cpu"))
+        Channels(neighbours(plan.schedule), plan.layout, torch.device("cpu"), None, ExitStack())
     assert made.call_count == groups
 
 

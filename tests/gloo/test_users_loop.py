@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -343,11 +344,12 @@ def test_peers_of_a_dead_rank_say_so_in_one_line(world: World, where: str, tmp_p
 @on_ranks(2)
 def test_a_rank_that_has_ended_is_not_waited_for(words: str) -> None:
     lost = mock.Mock(side_effect=RuntimeError(f"[pair.cc:547] Connection: {words}"))
-    barrier = errors.ErrorBarrier(None, 0)
+    undo = ExitStack()
+    barrier = errors.ErrorBarrier(None, 0, undo)
     waits = mock.patch.object(dist, "monitored_barrier", side_effect=AssertionError)
     with mock.patch.object(errors, "all_gather_single", lost), waits:
         said = error_of(lambda: barrier.exchange([1]))
-    barrier.close()
+    undo.close()
     assert said.startswith("LostRankError: lost the connection to a rank")
 
 

@@ -229,7 +229,7 @@ def test_the_barrier_beside_nccl_is_on_the_cpu() -> None:
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
         mock.patch.object(dist, "new_group", lambda **keywords: made.append(keywords["backend"])),
     ):
-        ErrorBarrier(None, 2)
+        ErrorBarrier(None, 2, ExitStack())
     assert made == ["gloo", "gloo"]
 
 

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from zeropp.engine.engine import Batches, Engine
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.parameters.flat_layout import ElementRange, Slot
-from zeropp.engine.ranks.errors import together
+from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.update.optimizer import Updater
 from zeropp.engine.update.optimizer_state import (
     Kept,
@@ -358,9 +359,7 @@ def _digests_over_ranks(directory: Path) -> dict[str, str]:
         digests = files[dist.get_rank() :: dist.get_world_size()]
         return {path.name: _digest(path) for path in digests}
 
-    digests = together(of_this_rank)
-    parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, digests)
+    parts = gathered(together(of_this_rank))
     return {name: digest for part in parts for name, digest in part.items()}
 
 
@@ -443,9 +442,7 @@ def _check_known(state: State, saved: Collection[str], place: Path) -> None:
     """Refuse a checkpoint with names that no rank has, or without one's; collective."""
     optimizer = f"{OPTIMIZER}."
     own = {*state.model, *(f"{optimizer}{name}" for name in state.optimizer)}
-    held: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(held, own)
-    known, beside = set().union(*held), (f"{optimizer}{SETTINGS}.", *_BESIDE[1:])
+    known, beside = set().union(*gathered(own)), (f"{optimizer}{SETTINGS}.", *_BESIDE[1:])
     names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     names = {name for name in names if not name.startswith(beside)}
     for name in sorted(names ^ known):
@@ -493,28 +490,21 @@ def boxes(
     of a row is cut in the same way, so n dimensions give at most 2n - 1 boxes.
     """
     begin, end = elements.begin, elements.end
-    if begin == end:
-        return
-    if len(shape) < 2:
-        yield (begin,) * len(shape), (end - begin,) * len(shape), begin
+    if begin == end or not shape:
+        yield from [((), (), 0)] * (end - begin)  # a number is one box
         return
     inner = prod(shape[1:])
-    first, last = -(-begin // inner), end // inner  # whole rows, if first <= last
-
-    def within_a_row(begin: int, end: int) -> Iterator[tuple[Any, Any, int]]:
-        row = begin // inner
-        inside = ElementRange(begin - row * inner, end - row * inner)
-        for offsets, sizes, start in boxes(shape[1:], inside):
-            yield (row, *offsets), (1, *sizes), start + row * inner
-
-    if first > last:
-        yield from within_a_row(begin, end)
-        return
-    yield from within_a_row(begin, first * inner)
-    if first < last:
-        rest = (0,) * (len(shape) - 1)
-        yield (first, *rest), (last - first, *shape[1:]), first * inner
-    yield from within_a_row(last * inner, end)
+    whole_rows = -(-begin // inner) * inner, end // inner * inner
+    ends = sorted({begin, end, *(at for at in whole_rows if begin < at < end)})
+    for first, last in pairwise(ends):
+        row, rest = divmod(first, inner)
+        if rest or last % inner:
+            inside = ElementRange(rest, rest + last - first)
+            for offsets, sizes, start in boxes(shape[1:], inside):
+                yield (row, *offsets), (1, *sizes), row * inner + start
+        else:
+            offsets = (row, *[0] * len(shape[1:]))
+            yield offsets, ((last - first) // inner, *shape[1:]), first
 
 
 def _described(
@@ -548,8 +538,7 @@ def _check_offered(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> No
     first = next(
         (f"{n}: {why}" for n, target in held.items() if (why := _problem(target, n, offered))), ""
     )
-    everything: list[tuple[str, list[str], list[str]]] = [("", [], [])] * dist.get_world_size()
-    dist.all_gather_object(everything, (first, [*offered], [*held]))
+    everything = gathered((first, [*offered], [*held]))
     known = {name for _, _, held_names in everything for name in held_names}
     for rank, (problem, names, _) in enumerate(everything):
         unknown = next((name for name in names if name not in known), None)

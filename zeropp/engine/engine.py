@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
-from zeropp.engine.layers.chunk import Chunk, StepSeeds, persistent_buffers
+from zeropp.engine.layers.chunk import Chunk, StepSeeds
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
@@ -86,20 +86,16 @@ class Engine:
             self._seeds = StepSeeds(settings.dropout_seed, first, device)
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
-            self.barrier = ErrorBarrier(timeout, 5 + self._rows.count)
-            undo.callback(self.barrier.close)
+            self.barrier = ErrorBarrier(timeout, 5 + self._rows.count, undo)
             owners = plan.step_end.gathers_whole
-            self._groups = make_groups(layout, device, timeout, owners=owners)
-            undo.callback(self._groups.close)
+            self._groups = make_groups(layout, device, timeout, undo, owners=owners)
             agree(lambda: self._make_own(sizes, plan, settings, undo))
-            self._channels = Channels(neighbours(schedule), layout, device, timeout)
-            undo.callback(self._channels.close)
+            self._channels = Channels(neighbours(schedule), layout, device, timeout, undo)
             tied = None
             if settings.tied is not None:
                 from zeropp.engine.parameters.tied import TiedWeights
 
-                tied = TiedWeights(settings.tied, plan, self.flats, timeout)
-                undo.callback(tied.close)
+                tied = TiedWeights(settings.tied, plan, self.flats, timeout, undo)
             self._copy = tied and tied.copy
             self.update = ParameterUpdate(
                 self.flats,
@@ -264,7 +260,13 @@ class Engine:
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
-        return persistent_buffers(self.layers.items())
+        return {
+            f"{index}.{name}": buffer
+            for index, layer in self.layers.items()
+            for saved in [layer.state_dict(keep_vars=True)]
+            for name, buffer in layer.named_buffers(remove_duplicate=False)
+            if name in saved
+        }
 
     def settle(self) -> None:
         """Let compute wait until the parameters are those of the last update."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from zeropp.engine.layers.chunk import Chunk, forked_generators, shown
 from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
-from zeropp.engine.ranks.errors import ErrorBarrier, refusal, together
+from zeropp.engine.ranks.errors import ErrorBarrier, gathered, refusal, together
 from zeropp.engine.ranks.given_rows import RowsError
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import Layout
@@ -68,31 +69,24 @@ class Evaluator:
         is_mean = self._loss.reduction == "mean"
         sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
         given: list[Value] = []
+        whole = self._context.whole if self._context else (lambda x: x)  # all tokens
         with self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, output, loss in self._run_unit(batch, unit, {}):
                     count = None
                     if output is not None and outputs is not None:
-                        given.append(outputs(self._whole(output)))
+                        given.append(outputs(alike(output, [*map(whole, tensors_of(output))])))
                     if output is not None and batch.targets:
                         loss, count = self._loss(output, batch, microbatch)
                     if loss is not None:
                         sums[0] += loss * (rows[microbatch] if is_mean else 1)
                     sums[1] += 0 if count is None else count
-        value: Value = ()
-        if outputs is not None:
-            value = self._on_pipeline(given)
+        value: Value = () if outputs is None else self._on_pipeline(given)
         dist.all_reduce(sums, group=self._world)
         total, count = sums.tolist()
         divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
         return total / divisor if divisor else math.nan, value
-
-    def _whole(self, output: Value) -> Value:
-        """What the model gives for all tokens of a microbatch."""
-        if self._context is None:
-            return output
-        return alike(output, [self._context.whole(x) for x in tensors_of(output)])
 
     def agree(self, batch: Microbatches) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all
@@ -130,7 +124,7 @@ class Evaluator:
         device, chunks = self._channels.device, self.chunks
         splits = any(a.op is Op.BACKWARD_INPUT for a in self._schedule.programs[self._rank])
         batch = batch.first()
-        with self._unchanged(self._caching), shown(chunks.values()):
+        with unchanged(self._roots, device, self._caching), shown(chunks.values()):
             for stage, chunk in chunks.items():
                 for flat in chunk.flats:
                     flat.unshard()
@@ -150,13 +144,11 @@ class Evaluator:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
 
-    def _unchanged(self, apart: Collection[nn.Module] = ()) -> AbstractContextManager[None]:
-        return unchanged(self._roots, self._channels.device, apart)
-
     @contextmanager
     def _evaluating(self, apart: Collection[nn.Module] = ()) -> Iterator[None]:
-        """Inside, chunks can run forward; afterwards all is as ``_unchanged`` says."""
-        with self._unchanged(apart), torch.no_grad(), shown(self.chunks.values()):
+        """Inside, chunks can run forward; afterwards all is as ``unchanged`` says."""
+        everything = unchanged(self._roots, self._channels.device, apart)
+        with everything, torch.no_grad(), shown(self.chunks.values()):
             for root in self._roots:
                 for module in root.modules():
                     module.training = False
@@ -179,7 +171,7 @@ class Evaluator:
                 else:
                     inputs = local.pop((stage, microbatch), ()) or self._receive(stage)
                     passed[stage] = _shapes(inputs)
-                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
+                output, loss = chunk.forward(inputs, microbatch, batch.keywords_of(microbatch))
                 if loss is not None:
                     yield microbatch, None, loss
                 if stage < self._last:
@@ -225,26 +217,22 @@ class Evaluator:
                 return [torch.cat(same) for same in zip(*map(tensors_of, parts), strict=True)]
 
         whole = together(joined)
-        offers: list[tuple[list[TensorShape], bool]] = [([], True)] * dist.get_world_size(world)
         is_tuple = bool(parts) and isinstance(parts[0], tuple)
-        dist.all_gather_object(offers, (_shapes(whole), is_tuple), group=world)
+        offers = gathered((_shapes(whole), is_tuple), world)
         pipeline, rank = self._layout.pipeline(dist.get_rank()), dist.get_rank()
         source = pipeline[self._schedule.stage_rank[self._last]]
         shapes, is_tuple = next(offer for offer in (offers[source], *offers) if offer[0])
-        works = []
         if not offers[source][0]:
             empty = [TensorShape(torch.Size((0, *x.size[1:])), x.dtype) for x in shapes]
             whole = [shape.empty(device) for shape in empty]
         elif rank == source:
             whole = [x.contiguous() for x in whole]
-            others = [other for other in pipeline if other != source]
-            works = [dist.isend(x, other, group=world) for x in whole for other in others]
+            for x, other in product(whole, set(pipeline) - {source}):
+                dist.send(x, other, group=world)
         else:
             whole = [shape.empty(device) for shape in shapes]
-            works = [dist.irecv(x, source, group=world) for x in whole]
-        for work in works:
-            if work is not None:
-                work.wait()
+            for x in whole:
+                dist.recv(x, source, group=world)
         return tuple(whole) if is_tuple else whole[0]
 
 

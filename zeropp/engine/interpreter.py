@@ -93,9 +93,9 @@ class Interpreter(ActionRecorder):
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
-            Op.STORE: self._offload(lambda offload, j: offload.store(j)),
-            Op.FREE: self._offload(lambda offload, j: offload.free(j)),
-            Op.LOAD: self._offload(lambda offload, j: offload.load(j)),
+            Op.STORE: lambda action, _: self._offload(action, lambda it, j: it.store(j)),
+            Op.FREE: lambda action, _: self._offload(action, lambda it, j: it.free(j)),
+            Op.LOAD: lambda action, _: self._offload(action, lambda it, j: it.load(j)),
         }
         self._before_reductions = before_reductions(self._program)
         self._merged = merged_weights(self._program, merged)
@@ -164,16 +164,12 @@ class Interpreter(ActionRecorder):
         if stage > 0:
             step.gradients[stage - 1, microbatch] = input_gradients
 
-    def _offload(self, do: Callable[[Offload, int], None]) -> Callable[[Action, _Step], None]:
-        """What does something with what an action's microbatch has saved in its stage."""
-
-        def run(action: Action, _: _Step) -> None:
-            stage, microbatch = _key(action)
-            offload = self._chunks[stage].offload
-            assert offload is not None
-            do(offload, microbatch)
-
-        return run
+    def _offload(self, action: Action, do: Callable[[Offload, int], None]) -> None:
+        """Do something with what an action's microbatch has saved in its stage."""
+        stage, microbatch = _key(action)
+        offload = self._chunks[stage].offload
+        assert offload is not None
+        do(offload, microbatch)
 
     def _each(self, action: Action, do: Callable[[FlatParameters], None]) -> None:
         """Do something with every flat buffer of an action's stage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import torch
@@ -30,6 +30,16 @@ class Microbatches:
     targets: Sequence[Tensor]
     keywords: Sequence[Mapping[str, Tensor]] = ()
     whole: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def cut(cls, parts: Mapping[str, Tensor], size: int, whole: Mapping[str, Tensor]) -> Self:
+        """The ``parts`` of a batch, by name, in microbatches of ``size`` rows, in the same memory.
+        Each has a version counter of its own, so that a layer may change one in place while the
+        backward of another is still to come."""
+        cut = {n: [x.data for x in torch.split(part, size)] for n, part in parts.items()}
+        inputs, targets = cut.pop("inputs"), cut.pop("targets")
+        keywords = [dict(zip(cut, each, strict=True)) for each in zip(*cut.values(), strict=False)]
+        return cls(inputs, targets, keywords, whole)
 
     def keywords_of(self, microbatch: int) -> Mapping[str, Tensor]:
         """The keyword inputs of one microbatch."""

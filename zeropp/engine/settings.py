@@ -6,12 +6,11 @@ numbers) the engine reads here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 from zlib import crc32
@@ -255,8 +254,10 @@ def read(
     those of Hugging Face's models do). Raises TypeError for an unknown keyword, and
     InfeasibleError as ``Settings`` does and for a keyword beside a plan that decides otherwise, be
     it ``auto`` or the keyword's default."""
-    own = {"loss_reduction": getattr(loss_fn, "loss_reduction", None)}
-    own |= {"tied": getattr(layers, "tied", None)}
+    own = {
+        "loss_reduction": getattr(loss_fn, "loss_reduction", None),
+        "tied": getattr(layers, "tied", None),
+    }
     given = {name: value for name, value in keywords.items() if name != "tied" or value}
     known = [each.name for each in fields(Settings)]
     for name in given:
@@ -315,21 +316,6 @@ def check_call(settings: Settings, layers: Any, loss_fn: Any) -> None:
                 f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
                 "the last layer, or freeze it)"
             )
-
-
-def describe_function(function: Any) -> str:
-    """A function's name and what tells its code from another's; what it reads elsewhere (globals,
-    what a closure keeps) is not looked at, as it may rightly differ between ranks."""
-    if isinstance(function, partial):
-        given = [*function.args, *sorted(function.keywords.items())]
-        plain = [value for value in given if isinstance(value, str | float | int | tuple)]
-        return f"{describe_function(function.func)} {plain}"
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return repr(function) if isinstance(function, nn.Module) else name
-    plain = [value for value in code.co_consts if isinstance(value, str | float | int)]
-    return f"{name} {crc32(repr((code.co_code, code.co_names, plain)).encode()):08x}"
 
 
 def _described(value: Any) -> object:

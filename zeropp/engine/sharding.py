@@ -10,11 +10,12 @@ same way).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zeropp.engine.layers.deferred import hooks_of
@@ -52,7 +53,8 @@ def make_flats(
     ``deferred`` are the weights whose gradients may be delayed; ``keeps_sums`` as in
     ``FlatParameters``. Raises InfeasibleError for parameters that cannot be sharded."""
     entries, tied = _parameters(pieces), settings.tied
-    zero = plan.layout.replicate_zero == 1
+    zero, rank = plan.layout.replicate_zero == 1, dist.get_rank()
+    replica = plan.layout.coordinates(rank)["replicate"]
     modules = (module for piece in pieces.values() for module in piece.modules())
     wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
     in_fp32 = {id(parameter) for module in wide for parameter in module.parameters()}
@@ -62,11 +64,12 @@ def make_flats(
         ends[0].parameters += ends[1].parameters
         entries.remove(ends[1])
     delayed = {id(weight) for weight in deferred}
-    buckets: defaultdict[
+    buckets = defaultdict[
         tuple[bool, bool, Name | None, torch.dtype | None, int], list[_NamedParameter]
-    ]
-    buckets = defaultdict(list)
-    part_of = _parts(entries, delayed, plan.gradient_parts)
+    ](list)
+    weights = [e.parameters[0] for e in reversed(entries) if id(e.parameters[0]) in delayed]
+    parts = runs([weight.numel() for weight in weights], plan.gradient_parts)
+    part_of = dict(zip(map(id, weights), parts, strict=True))  # a backward comes to part 0 first
     for entry in entries:
         first = entry.parameters[0]
         shared = next((name for name in entry.names if name in (tied or ())), None)
@@ -76,7 +79,7 @@ def make_flats(
         part = part_of[id(first)] if late else 0
         buckets[first.requires_grad, late, shared, kept_dtype, part].append(entry)
     for (trainable, late, shared, *_), bucket in buckets.items():
-        rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
+        rows = (replica, plan.layout.replicate) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         first_name = tied[0] if shared is not None and tied is not None else None
         types = _types(bucket, plan, wide=id(bucket[0].parameters[0]) in in_fp32)
@@ -87,7 +90,7 @@ def make_flats(
             members.append((entry.names, entry.parameters[0].shape, group))
         layout = lay_out(
             members,
-            Partition(groups.shard, groups.shards, *rows),
+            Partition(plan.layout.shard_index(rank), plan.layout.shards, *rows),
             plan.whole_groups if trainable else (),
         )
         by_names = {entry.names: tuple(entry.parameters) for entry in bucket}
@@ -123,14 +126,6 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_NamedParameter]:
             entry = entries.setdefault(id(parameter), _NamedParameter((), [parameter]))
             entry.names += ((index, name),)
     return list(entries.values())
-
-
-def _parts(
-    entries: Iterable[_NamedParameter], delayed: Collection[int], parts: int
-) -> dict[int, int]:
-    """The part of each delayed weight, by identity; a backward comes to part 0 first."""
-    weights = [e.parameters[0] for e in reversed([*entries]) if id(e.parameters[0]) in delayed]
-    return dict(zip(map(id, weights), runs([w.numel() for w in weights], parts), strict=True))
 
 
 def _types(bucket: Sequence[_NamedParameter], plan: Plan, *, wide: bool) -> Types:

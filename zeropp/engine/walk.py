@@ -150,28 +150,23 @@ def _check_modules(
     layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None
 ) -> None:
     """Refuse layers that cannot be trained apart; ``tied`` names the only pair of one parameter."""
-    owners: dict[int, ParameterName] = {}
+    owners: dict[int, Owner] = {}
     places: dict[int, tuple[int, ParameterName]] = {}  # in memory
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             continue
         check_layer(layer, index)
+        check_values(layer, index)
+        _own(layer, index, owners, tied)
         for name, parameter in layer.named_parameters():
-            before = owners.setdefault(id(parameter), (index, name))
-            if before[0] != index and (before, (index, name)) != tied:
-                raise _shared_parameter(index, name, before)
-            if parameter.is_meta or not parameter.numel():
-                continue
-            other, where = places.setdefault(parameter.data_ptr(), (id(parameter), (index, name)))
+            memory = parameter.data_ptr() or id(parameter)  # an empty one has none
+            other, where = places.setdefault(memory, (id(parameter), (index, name)))
             if other != id(parameter) and (where, (index, name)) != tied:
                 raise InfeasibleError(
                     f"layers[{index}]: {name!r} is in the same memory as {where[1]!r} of "
                     f"layers[{where[0]}], but is another parameter (make it the same object, or "
                     "clone its values)"
                 )
-    for index, layer in enumerate(layers):
-        if isinstance(layer, nn.Module):
-            check_values(layer, index)
 
 
 def owners_of(layers: Sequence[Layer]) -> dict[int, Owner]:
@@ -428,14 +423,13 @@ def _kinds(module: nn.Module, index: int, group_of: GroupOf) -> dict[str, Parame
 def _check_outputs(value: object, index: int) -> None:
     """Refuse a layer that returns something else than tensors."""
     values = value if isinstance(value, tuple) else (value,)
-    strange = next((x for x in values if not isinstance(x, Tensor)), None)
-    if values and all(isinstance(x, Tensor) for x in values):
-        return
-    inside = f" with {type(strange).__name__} in it" if isinstance(value, tuple) else ""
-    raise InfeasibleError(
-        f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a "
-        "tensor or a tuple of tensors (wrap the layer, so that it returns one)"
-    )
+    strange = [type(x).__name__ for x in values if not isinstance(x, Tensor)]
+    if strange or not values:
+        inside = f" with {strange[0]} in it" if strange and isinstance(value, tuple) else ""
+        raise InfeasibleError(
+            f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a "
+            "tensor or a tuple of tensors (wrap the layer, so that it returns one)"
+        )
 
 
 def check_values(module: nn.Module, index: int) -> None:

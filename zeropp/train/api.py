@@ -21,11 +21,11 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.layers.values import may_have_gradient
 from zeropp.engine.loss import Loss, LossFunction
 from zeropp.engine.ranks import errors as ranks
-from zeropp.engine.settings import Settings, check_call, describe_function, read
+from zeropp.engine.settings import Settings, check_call, read
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import device_of, meet
-from zeropp.train.stages import Planned, Planner, check_sizes, measure, own_layers, plan_layers
+from zeropp.train.stages import Planned, check_sizes, measure, own_layers, plan_layers
 
 P = ParamSpec("P")
 Build = Callable[..., ParallelModel]
@@ -96,7 +96,9 @@ def _settings(
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(auto)),
-        "loss_fn": describe_function(loss_fn),
+        "loss_fn": repr(loss_fn)
+        if isinstance(loss_fn, nn.Module)
+        else getattr(loss_fn, "__qualname__", "a function"),
     }
 
 
@@ -106,19 +108,16 @@ def _planned(
     """Measure the layers, and choose a plan for them; and what must be equal on all ranks."""
     num_ranks = dist.get_world_size()
     sizes_of = partial(measure, layers, auto=auto)
-    if "microbatch_size" in auto:
-        from zeropp.train.auto import sized_microbatch
+    if auto or settings.hardware is not None:  # the tuner and all prices are loaded for these alone
+        from zeropp.train.auto import plan_on_cluster, sized_microbatch
 
         settings, sizes = sized_microbatch(settings, auto, sizes_of, num_ranks)
+        check_sizes(sizes, settings, loss_fn)
+        planned = plan_on_cluster(settings, auto, sizes, num_ranks)
     else:
         sizes = sizes_of(settings)
-    check_sizes(sizes, settings, loss_fn)
-    planner: Planner = plan_layers
-    if auto or settings.hardware is not None:  # the tuner and all prices are loaded for these alone
-        from zeropp.train.auto import plan_on_cluster
-
-        planner = plan_on_cluster
-    planned = planner(settings, auto, sizes, num_ranks)
+        check_sizes(sizes, settings, loss_fn)
+        planned = plan_layers(settings, sizes, num_ranks)
     planned.plan.check()
     return (settings, sizes, planned), {
         "group_of": str([{n: one.group for n, one in layer.kinds.items()} for layer in sizes]),

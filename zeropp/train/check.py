@@ -25,13 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
-from zeropp.engine.evaluator import unchanged
 from zeropp.engine.layers.chunk import compute_in_fp32
 from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
-    cut_rows,
     may_have_gradient,
-    split_rows,
     tensors_of,
     without_scalars,
 )
@@ -128,7 +125,7 @@ def _microbatches(
 ) -> Microbatches:
     """All of a batch, inputs and targets and keyword inputs by name, on the model's device; in
     ``whole`` this rank's rows."""
-    device, size = model.engine.lanes.device, model.plan.microbatch_size
+    device = model.engine.lanes.device
     given = {**given, **named}
     for name, one in given.items():
         if len(one) != model.plan.global_batch:
@@ -136,10 +133,9 @@ def _microbatches(
                 f"check: {name} have {len(one)} rows, but global_batch="
                 f"{model.plan.global_batch} are needed, the same on all ranks"
             )
-    inputs, targets, *others = (one.to(device, copy=True) for one in given.values())
-    keywords = split_rows(dict(zip(named, others, strict=True)), size)
+    every = {name: one.to(device, copy=True) for name, one in given.items()}
     own = {name: one[model.rows].to(device) for name, one in given.items()}
-    return Microbatches(cut_rows(inputs, size), cut_rows(targets, size), keywords, own)
+    return Microbatches.cut(every, model.plan.microbatch_size, own)
 
 
 class _Comparison:
@@ -215,8 +211,7 @@ class _Comparison:
         wide = self._settings.fp32_modules
         parts = [part for layer in self._plain for part in layer.modules()]
         kept = {id(x) for part in parts if isinstance(part, wide) for x in part.parameters()}
-        self._undo = ExitStack()
-        compute_in_fp32(self._plain, wide, compute, self._undo)
+        compute_in_fp32(self._plain, wide, compute, ExitStack())
         for one in self._working.values():
             if one.is_floating_point() and id(one) not in kept:
                 one.data = one.data.to(compute)
@@ -259,9 +254,7 @@ class _Comparison:
         """Evaluate here and there, and compare."""
         evaluate: Callable[..., float] = self._model.eval_step
         ours = self._run(partial(evaluate, **batch.whole))
-        with unchanged(self._plain, self._model.engine.lanes.device):
-            alone = self._alone.evaluate(batch)
-        self._compare_losses(ours, alone, "of an evaluation ")
+        self._compare_losses(ours, self._alone.evaluate(batch), "of an evaluation ")
         self._compare_kept()
         self._raise_first()
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.evaluator import unchanged
 from zeropp.engine.layers.chunk import seed_piece
 from zeropp.engine.layers.values import (
     Value,
@@ -58,15 +59,12 @@ class OneProcess:
 
     @torch.no_grad()
     def evaluate(self, batch: Microbatches) -> Tensor:
-        """The loss of a batch in evaluation mode; modes are as before."""
+        """The loss of a batch in evaluation mode; modes and numbers are as before."""
         self._filled()
-        modes = {part: part.training for layer in self.layers for part in layer.modules()}
-        for part in modes:
-            part.training = False
-        mean, _ = self._forward(batch, None, lambda _: None)
-        for part, mode in modes.items():
-            part.training = mode
-        return mean
+        with unchanged(self.layers, batch.inputs[0].device):
+            for part in nn.ModuleList(self.layers).modules():
+                part.training = False
+            return self._forward(batch, None, lambda _: None)[0]
 
     def _forward(
         self, batch: Microbatches, step: int | None, then: Callable[[Tensor], None]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluator import Outputs
-from zeropp.engine.layers.values import Value, cut_rows, split_rows
+from zeropp.engine.layers.values import Value
 from zeropp.engine.loss import Microbatches
 from zeropp.schedule.plan import Plan
 from zeropp.types.training import StepResult
@@ -366,17 +366,11 @@ class ParallelModel:
                 )
         if not len(inputs):
             return Microbatches((), (), whole=whole)
-        size = self.plan.microbatch_size
-        if (context := self.engine.context) is not None:
-            own = context.parts(whole)
-            inputs, targets = own.pop("inputs"), own.pop("targets")
-            keyword_inputs = own
-        memory, others = inputs.untyped_storage(), (targets, *keyword_inputs.values())
-        if any(part.untyped_storage() is memory for part in others):
-            inputs = inputs.clone()  # a layer may change these in place on one rank alone
-        keywords = split_rows(keyword_inputs, size)
-        parts = cut_rows(inputs, size), cut_rows(targets, size)
-        return Microbatches(*parts, keywords, whole)
+        context, memory = self.engine.context, inputs.untyped_storage()
+        own = dict(whole) if context is None else context.parts(whole)
+        if any(own[name].untyped_storage() is memory for name in own if name != "inputs"):
+            own["inputs"] = own["inputs"].clone()  # a layer may change these on one rank alone
+        return Microbatches.cut(own, self.plan.microbatch_size, whole)
 
 
 def describe(plan: Plan) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -83,12 +82,10 @@ def check_own_gpu(*, on_cuda: bool) -> None:
     group = dist.new_group(backend="gloo", group_desc="zeropp devices")
     gpus = gathered(own_gpu, group)
     dist.destroy_process_group(group)
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, gpu in enumerate(gpus):
-        ranks[gpu].append(rank)
-    shared = next((same for gpu, same in ranks.items() if gpu and len(same) > 1), None)
-    if shared is not None:
-        raise InfeasibleError(
-            f"device: ranks {shared} share GPU {gpus[shared[0]]} (call torch.cuda.set_device with "
-            "the local rank, or give device= to parallelize)"
-        )
+    for gpu in filter(None, gpus):
+        ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+        if len(ranks) > 1:
+            raise InfeasibleError(
+                f"device: ranks {ranks} share GPU {gpu} (call torch.cuda.set_device with the local "
+                "rank, or give device= to parallelize)"
+            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,10 +39,6 @@ class Planned(NamedTuple):
     plan: Plan
     chosen: str = ""
     element_mfu: float | None = None
-
-
-# From settings, what is ``auto``, the layers' sizes and the number of ranks.
-Planner = Callable[[Settings, frozenset[str], Sequence[LayerSizes], int], Planned]
 
 
 def measure(
@@ -86,12 +82,6 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
                 f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
                 f"of the sample's {rows} is needed in dimension 0 (expand it)"
             )
-        if _are_offsets(value, settings.sample):
-            raise InfeasibleError(
-                f"sample_keywords: {name!r} has offsets of packed rows, and every microbatch "
-                "would get a part (give position_ids [rows, length] that begin again with each "
-                "document)"
-            )
     for index, layer in enumerate(sizes):
         for name, kind in layer.kinds.items():
             narrow = kind.dtype.is_floating_point and kind.dtype.itemsize < 4
@@ -116,19 +106,7 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
         )
 
 
-def _are_offsets(value: torch.Tensor, sample: torch.Tensor) -> bool:
-    """Whether numbers rise from 0 to the tokens of the sample, or of one of its rows, as the
-    cumulative lengths of packed documents do."""
-    integers = (torch.int32, torch.int64)
-    if type(value) is not torch.Tensor or value.dim() != 1 or value.dtype not in integers:
-        return False
-    ends = sample.numel(), sample[:1].numel()
-    return int(value[0]) == 0 and int(value[-1]) in ends and bool((value.diff() > 0).all())
-
-
-def plan_layers(
-    settings: Settings, _: frozenset[str], sizes: Sequence[LayerSizes], num_ranks: int
-) -> Planned:
+def plan_layers(settings: Settings, sizes: Sequence[LayerSizes], num_ranks: int) -> Planned:
     """The plan of a step without a cluster: the one that was given, or stages of about equal
     weight in the order for equal durations.
 

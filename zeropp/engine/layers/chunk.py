@@ -93,17 +93,6 @@ class StepSeeds:
             yield
 
 
-def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state dict, named ``{piece}.{buffer}``."""
-    return {
-        f"{index}.{name}": buffer
-        for index, piece in pieces
-        for saved in [piece.state_dict(keep_vars=True)]
-        for name, buffer in piece.named_buffers(remove_duplicate=False)
-        if name in saved
-    }
-
-
 Result = TypeVar("Result")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -213,32 +202,36 @@ class Chunk:
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
     ) -> tuple[Value, Tensor | None]:
-        """Run the modules on one microbatch, and keep what its backward needs.
+        """Run the modules on one microbatch, and keep what its backward needs; under ``no_grad``,
+        in an evaluation, keep nothing, and take any shapes.
 
         Returns what the last module returns, cast to the types that the next stage expects, and the
         sum of the losses that modules return beside it. Raises RuntimeError if a tensor has another
         shape than the next stage expects.
         """
         self._wait()
-        if self._store.parts is not None:
+        trains = torch.is_grad_enabled()
+        if self._store.parts is not None and trains:
             self._store.parts.begin_forward(microbatch)
         gradients: dict[int, Tensor] = {}
         tokens = inputs[0].shape[1] if self._context else 0
         stays = [*keywords.values(), *(inputs if self.arriving is None else ())]
-        if self.arriving is not None:
+        if self.arriving is not None and trains:
             inputs = [_begin(x, gradients, place) for place, x in enumerate(inputs)]
         value: Value = tuple(inputs)
         del inputs  # which the graph keeps, or sends away
+        saving = self.offload.saving if self.offload and trains else lambda *_: nullcontext()
+        recomputed = self._recomputed if trains else ()
         losses = []
         with self._exchanging(tokens):
             for index, module in enumerate(self.modules):
-                if self._seed is not None:
+                if self._seed is not None and trains:
                     self._seed(index, microbatch)
-                with self._saving(module, microbatch, stays) as kept:
+                with saving(module, microbatch, stays) as kept:
                     value = run_recomputed(
                         partial(module, **self._chosen(keywords, index)),
                         *cast(tensors_of(value), self._compute),
-                        recompute=self._recompute if id(module) in self._recomputed else "none",
+                        recompute=self._recompute if id(module) in recomputed else "none",
                         random=self._seed is not None,
                         kept=kept,
                     )
@@ -247,32 +240,14 @@ class Chunk:
         if self.leaving is not None:
             shapes = [tuple(x.shape) for x in tensors_of(value)]
             expected = [tuple(shape.size) for shape in self.leaving]
-            if shapes != expected:
+            if shapes != expected and trains:
                 raise RuntimeError(
                     f"a stage returns tensors of shapes {shapes}, but the next one expects "
                     f"{expected}: shapes may not depend on values"
                 )
             value = self._cast_leaving(value)
-        self._live[microbatch] = _Live(gradients, tokens, _edges(tensors_of(value)))
-        return value, torch.stack(losses).sum() if losses else None
-
-    @torch.no_grad()
-    def infer(
-        self,
-        inputs: Sequence[Tensor],
-        keywords: Mapping[str, Tensor],
-    ) -> tuple[Value, Tensor | None]:
-        """Run the modules on one microbatch of any shape, and keep nothing; see ``forward``."""
-        self._wait()
-        value: Value = tuple(inputs)
-        tokens = inputs[0].shape[1] if self._context else 0
-        losses = []
-        with self._exchanging(tokens):
-            for index, module in enumerate(self.modules):
-                arguments = cast(tensors_of(value), self._compute)
-                value, loss = without_scalars(module(*arguments, **self._chosen(keywords, index)))
-                losses += [] if loss is None else [loss]
-        value = value if self.leaving is None else self._cast_leaving(value)
+        if trains:
+            self._live[microbatch] = _Live(gradients, tokens, _edges(tensors_of(value)))
         return value, torch.stack(losses).sum() if losses else None
 
     def set_loss(self, microbatch: int, loss: Tensor, *, alone: bool) -> None:
@@ -357,14 +332,6 @@ class Chunk:
         """Inside this context attention sees the tokens that other ranks have."""
         return nullcontext() if self._context is None else self._context.exchanging(tokens)
 
-    def _saving(
-        self, module: nn.Module, microbatch: int, stays: Sequence[Tensor]
-    ) -> AbstractContextManager[Callable[[Any], None] | None]:
-        """Inside this context a module's forward may save tensors that are sent to the host."""
-        if self.offload is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.offload.saving(module, microbatch, stays)
-
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """Keyword inputs of a module, in the type that it computes in."""
         if not keywords:
@@ -401,18 +368,8 @@ def compute_in_fp32(
     outside: torch.dtype,
     undo: ExitStack,
 ) -> None:
-    """Let those of these ``kinds`` in ``modules`` compute in fp32 until ``undo``."""
-    wide = [part for one in modules for part in one.modules() if isinstance(part, kinds)]
-    inner = {part for module in wide for part in module.modules() if part is not module}
-    for module in wide:
-        if module not in inner:
-            undo.enter_context(_computing_in_fp32(module, outside))
-
-
-@contextmanager
-def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
-    """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
-    the type ``outside``."""
+    """Let those of these ``kinds`` in ``modules`` compute in fp32 until ``undo``: they get their
+    floating-point inputs in it, and what they give is cast to the type ``outside``."""
 
     def to(dtype: torch.dtype, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -423,15 +380,14 @@ def _computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None
     def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
         return to(torch.float32, args), {name: to(torch.float32, x) for name, x in named.items()}
 
-    hooks = (
-        module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(lambda _, args, output: to(outside, output)),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    wide = [part for one in modules for part in one.modules() if isinstance(part, kinds)]
+    inner = {part for module in wide for part in module.modules() if part is not module}
+    for module in wide:
+        if module not in inner:
+            undo.enter_context(module.register_forward_pre_hook(widen, with_kwargs=True))
+            undo.enter_context(
+                module.register_forward_hook(lambda _, args, output: to(outside, output))
+            )
 
 
 def _begin(x: Tensor, gradients: dict[int, Tensor], place: int) -> Tensor:

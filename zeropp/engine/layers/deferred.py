@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from zeropp.engine.layers.eight_bits import EightBitProducts
-    from zeropp.engine.parameters.parts import GradientParts
+from zeropp.engine.layers.eight_bits import EightBitProducts
+from zeropp.engine.parameters.parts import GradientParts
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
@@ -246,76 +245,42 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-class DeferredLinear(nn.Linear):
+class Deferred(nn.Module):
     """A linear layer whose weight gradients go through ``store``; ``early`` where it is
-    recomputed, so that the last one need not be."""
+    recomputed, so that the last one need not be. ``transposed``: its weight is [in, out];
+    ``in_8_bits``: so are its products."""
 
     store: WeightGradStore
-    early = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The forward of ``nn.Linear``: [..., in] to [..., out]."""
-        return _linear(input, self.weight, self.bias, self.store, early=self.early)
-
-
-class DeferredFloat8Linear(DeferredLinear):
-    """torchao's ``Float8Linear``: the products are in 8 bits."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The forward of ``Float8Linear``: [..., in] to [..., out]."""
-        from zeropp.engine.layers.eight_bits import EightBitProducts
-
-        products = EightBitProducts(self)
-        weight, bias = self.weight, self.bias
-        return _linear(input, weight, bias, self.store, early=self.early, products=products)
-
-
-class DeferredConv1D(nn.Module):
-    """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is [in, out]."""
-
-    store: WeightGradStore
-    early = False
     weight: nn.Parameter
     bias: nn.Parameter
+    early = False
+    transposed = in_8_bits = False  # as its class says
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
-        return _linear(x, self.weight, self.bias, self.store, early=self.early, transposed=True)
-
-
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    store: WeightGradStore,
-    *,
-    early: bool,
-    transposed: bool = False,
-    products: EightBitProducts | None = None,
-) -> Tensor:
-    if not (isinstance(weight, nn.Parameter) and weight.is_leaf):  # computed from others
-        return F.linear(x, weight.t() if transposed else weight, bias)
-    if torch.compiler.is_compiling():
-        return _uncompiled(  # type: ignore[no-any-return]
-            x, weight, bias, store, early=early, transposed=transposed, products=products
-        )
-    weight = weight.t() if transposed else weight
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
-    try:
-        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, early, products)  # type: ignore[no-untyped-call]
-        if early:
-            output = _Product.apply(output, x, weight, bias, products)  # type: ignore[no-untyped-call]
-        return output if output.dim() == x.dim() else output.view(*x.shape[:-1], output.shape[-1])
-    except RuntimeError as error:
-        if "functorch" not in str(error):
-            raise
-        # torch refuses such a function inside torch.func's transforms. The kind that it accepts
-        # there (with ``setup_context``) inspects its signature at every call, which takes long.
-        return F.linear(x, weight, bias)
+    def forward(self, input: Tensor) -> Tensor:
+        """The forward of a linear layer: [..., in] to [..., out]."""
+        x, bias, early = input, self.bias, self.early
+        weight = self.weight.t() if self.transposed else self.weight
+        if not (isinstance(self.weight, nn.Parameter) and self.weight.is_leaf):
+            return F.linear(x, weight, bias)  # it is computed from others
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, x)  # type: ignore[no-any-return]
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
+        products = EightBitProducts(self) if self.in_8_bits else None
+        try:
+            output: Tensor = _DeferredLinear.apply(x, weight, bias, self.store, early, products)  # type: ignore[no-untyped-call]
+            if early:
+                output = _Product.apply(output, x, weight, bias, products)  # type: ignore[no-untyped-call]
+            return output if output.dim() == x.dim() else output.view(*x.shape[:-1], len(weight))
+        except RuntimeError as error:
+            if "functorch" not in str(error):
+                raise
+            # torch refuses such a function inside torch.func's transforms. The kind that it accepts
+            # there (with ``setup_context``) inspects its signature at every call, which takes long.
+            return F.linear(x, weight, bias)
 
 
-_uncompiled: Any = torch.compiler.disable(_linear)  # type: ignore[no-untyped-call]
+_uncompiled: Any = torch.compiler.disable(Deferred.forward)  # type: ignore[no-untyped-call]
 
 
 def defer_weight_grads(
@@ -334,7 +299,7 @@ def defer_weight_grads(
         for module in root.modules():
             kind: Any = type(module)  # hashable, which mypy does not see
             delaying = _delaying(kind)
-            if delaying is not None and issubclass(delaying, DeferredFloat8Linear) and not delays:
+            if delaying is not None and delaying.in_8_bits and not delays:
                 continue
             if delaying is not None:  # else reading its weight may compute it
                 weight: Any = module.weight
@@ -353,7 +318,7 @@ def save_early(modules: Iterable[nn.Module]) -> None:
     """Let linear layers inside the modules save what their backward needs before their product."""
     for root in modules:
         for module in root.modules():
-            if isinstance(module, DeferredLinear | DeferredConv1D):
+            if isinstance(module, Deferred):
                 module.early = True
 
 
@@ -368,16 +333,15 @@ def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:
 @cache
 def _delaying(kind: type[Any]) -> type[Any] | None:
     """The class with which a ``kind`` of module delays its weight gradients; None if it cannot."""
-    if issubclass(kind, DeferredLinear | DeferredConv1D):
+    if issubclass(kind, Deferred):
         return kind
-    if kind is nn.Linear:
-        return DeferredLinear
-    if (kind.__module__, kind.__name__) == ("torchao.float8.float8_linear", "Float8Linear"):
-        return type(kind.__name__, (DeferredFloat8Linear, kind), {})
+    place = kind.__module__, kind.__name__
+    if place == ("torchao.float8.float8_linear", "Float8Linear"):
+        return type(kind.__name__, (Deferred, kind), {"in_8_bits": True})
     if isinstance(getattr(kind, "weight", None), property):
         return None  # computed from other parameters, as by torch's ``parametrize``
     if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
-        return type(kind.__name__, (DeferredLinear, kind), {})
-    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        return type(kind.__name__, (DeferredConv1D, kind), {})
+        return type(kind.__name__, (Deferred, kind), {})
+    if place == ("transformers.pytorch_utils", "Conv1D"):
+        return type(kind.__name__, (Deferred, kind), {"transposed": True})
     return None

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -107,10 +108,6 @@ class _Handle:
         return values.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-def _unpacked(kept: _Handle | Tensor) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.tensor()
-
-
 @dataclass
 class _Microbatch:
     """What a stage's blocks have saved of a microbatch."""
@@ -145,17 +142,15 @@ class Offload:
         stay = {id(x.untyped_storage()) for x in (*given, *module.buffers())}
         caches: list[Any] = []
 
-        def pack(tensor: Tensor) -> _Handle | Tensor:
-            return self._handle(live, tensor, stay)
-
-        with saved_tensors_hooks(pack, _unpacked):
+        pack = partial(self._handle, live, stay)
+        with saved_tensors_hooks(pack, lambda x: x.tensor() if isinstance(x, _Handle) else x):
             yield caches.append
         for entry in (entry for cache in caches for entry in kept_by_selective(cache)):
             if isinstance(handle := pack(entry.val), _Handle):
                 live.selected.append((entry, handle))
                 entry.val = None
 
-    def _handle(self, live: _Microbatch, tensor: Tensor, stay: set[int]) -> _Handle | Tensor:
+    def _handle(self, live: _Microbatch, stay: set[int], tensor: Tensor) -> _Handle | Tensor:
         if isinstance(tensor, nn.Parameter):
             return tensor
         is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)

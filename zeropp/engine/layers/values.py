@@ -97,21 +97,6 @@ def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, T
     return {name: value for name, value in keywords.items() if name in names}
 
 
-def cut_rows(value: Tensor, microbatch_size: int) -> list[Tensor]:
-    """Microbatches along dimension 0, in the same memory. Each has a version counter of its own, so
-    that a layer may change one in place while the backward of another is still to come."""
-    return [part.data for part in torch.split(value, microbatch_size)]
-
-
-def split_rows(
-    keywords: Mapping[str, Tensor], microbatch_size: int
-) -> Sequence[Mapping[str, Tensor]]:
-    """Keyword inputs of a batch, cut into microbatches along dimension 0; empty without any."""
-    parts = {name: cut_rows(value, microbatch_size) for name, value in keywords.items()}
-    count = len(next(iter(parts.values()), ()))
-    return [{name: part[index] for name, part in parts.items()} for index in range(count)]
-
-
 def cast(values: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     """Floating-point tensors in another number type; None leaves all as they are."""
     if dtype is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -22,7 +23,8 @@ class TiedWeights:
     every optimizer step, so they stay equal. Each is in a flat buffer of its own, and both buffers
     are divided in the same way, so that corresponding ranks have the same part. ``copy`` is the
     buffer of the second name, if this rank has it and it is not the buffer of the first: gradient
-    norms and full parameters leave it out. All ranks must construct it.
+    norms and full parameters leave it out. All ranks must construct it, and ``undo`` destroys its
+    process group.
     """
 
     def __init__(
@@ -30,7 +32,8 @@ class TiedWeights:
         tied: tuple[Name, Name],
         plan: Plan,
         flats: Sequence[FlatParameters],
-        timeout: timedelta | None = None,
+        timeout: timedelta | None,
+        undo: ExitStack,
     ) -> None:
         ends = [
             next((f for f in flats if any(name in slot.names for slot in f.members)), None)
@@ -42,6 +45,9 @@ class TiedWeights:
         first, second = (plan.schedule.stage_rank[plan.stage_of(index)] for index, _ in tied)
         if first != second:
             self._group = new_group_in_each_pipeline(plan.layout, {first, second}, timeout)
+        if self._group is not None:
+            undo.callback(dist.destroy_process_group, self._group)
+            undo.callback(vars(self).pop, "_group")  # else it would live on
         self._make_equal(plan.layout.pipeline(dist.get_rank())[first])
 
     def sum_gradients(self) -> None:
@@ -52,12 +58,6 @@ class TiedWeights:
         elif len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
-
-    def close(self) -> None:
-        """Destroy the process group; all its ranks must call it."""
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
 
     @torch.no_grad()
     def _make_equal(self, source: int) -> None:

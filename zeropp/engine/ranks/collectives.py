@@ -17,9 +17,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -34,20 +36,15 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
-    ``shard`` is this rank's index among the ``shards`` ranks that divide the parameters of a group,
-    which are those of the axes shard and context; ``replica`` that among the ``replicas``. The
-    ranks of ``context`` exchange heads for tokens. ``world`` has all ranks; ``owners`` those that
-    divide the optimizer's work, where parameters are updated whole.
+    The ranks of ``gather`` and ``reduce`` divide parameters: they are those of the axes shard and
+    context. The ranks of ``context`` exchange heads for tokens. ``world`` has all ranks; ``owners``
+    those that divide the optimizer's work, where parameters are updated whole.
     """
 
-    shard: int
-    shards: int
-    replica: int
-    replicas: int
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None
@@ -55,34 +52,27 @@ class DataGroups:
     owners: dist.ProcessGroup | None
     context: dist.ProcessGroup | None
 
-    def close(self) -> None:
-        """Destroy the process groups; all their ranks must call it."""
-        groups = [self.gather, self.reduce, self.replicate, self.world, self.owners, self.context]
-        self.gather = self.reduce = self.replicate = self.world = self.owners = self.context = None
-        while groups:
-            if (group := groups.pop()) is not None:
-                dist.destroy_process_group(group)
-
 
 def make_groups(
-    layout: Layout, device: torch.device, timeout: timedelta | None, *, owners: bool = False
+    layout: Layout,
+    device: torch.device,
+    timeout: timedelta | None,
+    undo: ExitStack,
+    *,
+    owners: bool = False,
 ) -> DataGroups:
     """Make the groups of all shards and replicas, whatever their numbering; collective over all
     ranks, because torch names groups by how many a rank has made.
 
-    ``timeout``: how long a collective waits for its peers; None: torch's default. ``owners``: also
-    the group in which ranks share whole parameters out.
+    ``timeout``: how long a collective waits for its peers; None: torch's default. ``undo`` collects
+    how to destroy the groups, which all their ranks must do. ``owners``: also the group in which
+    ranks share whole parameters out.
     """
-    place = layout.coordinates(dist.get_rank())
     backend = backend_of(device)
     make = partial(_group, layout, backend=backend, timeout=timeout)
     sharding: list[Axis] = ["shard", "context"]
     dividing: list[Axis] = [*sharding, "replicate"] if layout.replicate_zero else sharding
     groups = DataGroups(
-        shard=layout.shard_index(dist.get_rank()),
-        shards=layout.shards,
-        replica=place["replicate"],
-        replicas=layout.replicate,
         gather=make(sharding, name="zeropp gathers"),
         reduce=make(sharding, name="zeropp reductions"),
         replicate=make(["replicate"], name="zeropp replicas"),
@@ -92,10 +82,11 @@ def make_groups(
         owners=make(dividing, name="zeropp owners") if owners else None,
         context=make(["context"], name="zeropp sequences") if layout.context > 1 else None,
     )
-    made = (groups.gather, groups.reduce, groups.replicate, groups.world, groups.owners)
-    for group in (*made, groups.context):
+    for group in vars(groups).values():
         if group is not None:  # NCCL connects a group in its first collective, and waits there
+            undo.callback(dist.destroy_process_group, group)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+    undo.callback(vars(groups).clear)  # else it would keep them, and peers would wait for this rank
     return groups
 
 
@@ -133,7 +124,8 @@ Pair = tuple[int, int]  # pipeline ranks: source, target
 class Channels:
     """The messages between the ranks of this rank's pipeline. All ranks must construct it.
 
-    ``timeout`` is how long a message waits for its peer; None means torch's default.
+    ``timeout`` is how long a message waits for its peer; None means torch's default. ``undo``
+    collects how to destroy the process groups, as in ``make_groups``.
     """
 
     def __init__(
@@ -141,13 +133,13 @@ class Channels:
         pairs: Iterable[Pair],
         layout: Layout,
         device: torch.device,
-        timeout: timedelta | None = None,
+        timeout: timedelta | None,
+        undo: ExitStack,
     ) -> None:
         self.device = device
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}
-        self._made: list[dist.ProcessGroup] = []  # by all ranks, in this order
         self._sends: list[tuple[Tensor, dist.Work]] = []
         backend, options = backend_of(device), None
         if backend == "nccl":  # messages go before compute, as they wait for peers
@@ -155,8 +147,10 @@ class Channels:
             options.config.max_ctas = 4  # a few thread blocks fill a link
         for apart in disjoint(pairs):
             group = dist.new_group(timeout=timeout, backend=backend, pg_options=options)
-            self._made.append(group)
+            undo.callback(dist.destroy_process_group, group)
             self._groups |= {pair: group for pair in apart if self._rank in pair}
+        undo.callback(self._sends.clear)
+        undo.callback(self._groups.clear)  # as in ``make_groups``
         for source, target in self._groups:
             self._connect(source, target, device)
 
@@ -184,13 +178,6 @@ class Channels:
         for _, work in self._sends:
             work.wait()
         self._sends.clear()
-
-    def close(self) -> None:
-        """Destroy the process groups, the last one first; all ranks must call it."""
-        self._sends.clear()
-        self._groups.clear()
-        while self._made:
-            dist.destroy_process_group(self._made.pop())
 
     def _connect(self, source: int, target: int, device: torch.device) -> None:
         """Send one message through a pair, as NCCL connects on first use and waits there."""
@@ -242,8 +229,5 @@ def new_group_in_each_pipeline(
 
 def neighbours(schedule: Schedule) -> set[tuple[int, int]]:
     """Ordered pairs of ranks between which messages go."""
-    pairs = set()
-    for source, target in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False):
-        if source != target:
-            pairs |= {(source, target), (target, source)}
-    return pairs
+    forward = {(one, other) for one, other in pairwise(schedule.stage_rank) if one != other}
+    return forward | {(target, source) for source, target in forward}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -59,13 +59,7 @@ def together(work: Callable[[], T]) -> T:
     rank raises: the same InfeasibleError everywhere if one was raised, otherwise each rank's own
     error, and ``PeerError`` on ranks without an error.
     """
-    failed = torch.zeros((), device=_control_device())  # first, as memory may run out
-    result, failure = _attempt(work)
-    failed += failure is not None
-    dist.all_reduce(failed)
-    if failure is not None or float(failed):
-        _raise_everywhere(failure, gathered(_report(failure)))
-    return result[0]
+    return agree(lambda: (work(), {}))
 
 
 def agree(work: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
@@ -107,9 +101,10 @@ class ErrorBarrier:
 
     It has process groups of its own on the CPU, so that the host does not wait for the GPU.
     ``timeout``: how long a rank may come later than the others. ``count``: of a result's numbers.
+    ``undo`` collects how to destroy the groups, which all ranks must do.
     """
 
-    def __init__(self, timeout: timedelta | None, count: int) -> None:
+    def __init__(self, timeout: timedelta | None, count: int, undo: ExitStack) -> None:
         self._count = count
         self.calls = 0  # how often ranks have met
         backend = "gloo" if "nccl" in str(dist.get_backend_config()) else None
@@ -117,6 +112,9 @@ class ErrorBarrier:
             dist.new_group(backend=backend, timeout=timeout, group_desc=f"zeropp {name}")
             for name in ("barrier", "late ranks")
         ]
+        for group in self._groups:
+            undo.callback(dist.destroy_process_group, group)
+        undo.callback(self._groups.clear)  # else they would live on
 
     def run(
         self,
@@ -166,11 +164,6 @@ class ErrorBarrier:
                 late = f" ({found[0]} a barrier)" if found else ""
             raise LostRankError(_LOST + late) from error
         return every.view(-1, len(numbers)).tolist()
-
-    def close(self) -> None:
-        """Destroy the process groups; all ranks must call it."""
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
 
 
 def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -229,9 +222,3 @@ def _raise_everywhere(error: Exception | None, reports: Sequence[tuple[str, str]
         raise error
     rank, line = next((rank, line) for rank, line in enumerate(summaries) if line)
     raise PeerError(f"rank {rank} raised {line}")
-
-
-def _control_device() -> torch.device:
-    """The device for small collectives: the CPU if its backend takes CPU tensors, else CUDA."""
-    devices = {entry.partition(":")[0] for entry in str(dist.get_backend_config()).split(",")}
-    return torch.device("cpu" if "cpu" in devices else "cuda")

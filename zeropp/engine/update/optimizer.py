@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -81,18 +80,17 @@ class Updater:
 
         Raises InfeasibleError for an optimizer that has left a group out.
         """
-        groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
-        groups |= {name: [] for name in names}
+        # Optimizers refuse to have nothing at all.
+        groups: dict[str, list[nn.Parameter]] = {name: [] for name in names} or {"all": []}
         for flat in flats:
             for one in flat.owned:
                 groups[one.group].append(one.tensor)
         held = {id(one) for members in groups.values() for one in members}
-        groups.default_factory = lambda: [nn.Parameter(torch.empty(0, device=device))]
-        for name in [*groups] or ["all"]:  # optimizers refuse to have nothing at all
-            if name in whole and not groups[name]:
-                groups[name] = [nn.Parameter(torch.zeros(1, 1, device=device))]
-                groups[name][0].grad = torch.zeros(1, 1, device=device)
-            groups[name] = groups[name] or groups.default_factory()
+        for name, members in groups.items():
+            if not members:
+                nothing = torch.zeros((1, 1) if name in whole else 0, device=device)
+                members.append(nn.Parameter(nothing))
+                members[0].grad = nothing.clone() if name in whole else None
         optimizer = made_optimizer(asked, groups)
         known = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, members in groups.items():

@@ -18,7 +18,7 @@ from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.parameters.flat_layout import OptimizerShard
 from zeropp.engine.private_names import as_before
 from zeropp.engine.update.optimizer import Updater
-from zeropp.engine.update.update_rules import is_of_elements, parts_of
+from zeropp.engine.update.update_rules import parts_of
 
 Kept = Mapping[Any, Any]  # of one optimizer, by tensor, or by a key of its own
 
@@ -119,7 +119,11 @@ class OptimizerState:
         cls, flat: FlatParameters, shard: OptimizerShard, values: Mapping[str, Any]
     ) -> OptimizerState:
         """The state of one tensor, sorted."""
-        elements = {k: v.view(-1) for k, v in values.items() if is_of_elements(v, shard.tensor)}
+        elements = {
+            kind: value.view(-1)
+            for kind, value in values.items()
+            if isinstance(value, Tensor) and value.shape == shard.tensor.shape
+        }
         like = {k: v for k, v in values.items() if k not in elements and v is not None}
         others = {kind: torch.as_tensor(value).cpu().clone() for kind, value in like.items()}
         return cls(flat, shard, elements, others, like)

@@ -145,11 +145,6 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(plain(value), (bool, int, float))
 
 
-def is_of_elements(value: Any, tensor: Tensor) -> bool:
-    """Whether what an optimizer keeps of a tensor is one number per element of it."""
-    return isinstance(value, Tensor) and value.shape == tensor.shape
-
-
 def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
     """The factor by which clipping scales all gradients, given their global norm, on the device. As
     in torch's ``clip_grad_norm_`` it is ``clip_norm / (norm + 1e-6)`` but at most 1, and NaN if the
