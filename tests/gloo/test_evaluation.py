@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -43,6 +45,8 @@ from tests.gloo.models import (
 )
 from tests.gloo.world import World, on_ranks
 from zeropp.train.parallel_model import ParallelModel
+from zeropp.train.stages import check_sizes
+from zeropp.types.layout import InfeasibleError
 from zeropp.types.shape import ModelShape
 
 DEGREES: list[dict[str, Any]] = [
@@ -177,6 +181,32 @@ def test_wrong_keywords_and_rows_are_one_error_on_every_rank(world: World) -> No
     assert set(first) == set(MESSAGES)
     for name, message in MESSAGES.items():
         assert first[name].startswith(message), first[name]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"),
+    [
+        ([0, 5, 9, 12], True),  # of all rows as one
+        ([0, 1, 2, 3], True),  # of one
+        ([0, 1, 2, 4], False),
+        ([0, 5, 5, 12], False),
+        ([1, 5, 9, 12], False),
+    ],
+)
+def test_offsets_of_packed_rows_are_no_rows(value: list[int], is_refused: bool) -> None:
+    """As many as there are rows, they would be cut into microbatches without a word."""
+    keywords = {"cu_seqlens": torch.tensor(value, dtype=torch.int32)}
+    settings: Any = SimpleNamespace(
+        sample=torch.zeros(4, 3), sample_keywords=keywords, tied=None, dropout_seed=1
+    )
+
+    def loss(output: Tensor, targets: Tensor, **keywords: Tensor) -> Tensor:
+        del targets, keywords
+        return output.mean()
+
+    refused = pytest.raises(InfeasibleError, match="'cu_seqlens' has offsets of packed rows")
+    with refused if is_refused else nullcontext():
+        check_sizes([], settings, loss)
 
 
 class Scaled(One):

@@ -82,6 +82,12 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
                 f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
                 f"of the sample's {rows} is needed in dimension 0 (expand it)"
             )
+        if _are_offsets(value, settings.sample):
+            raise InfeasibleError(
+                f"sample_keywords: {name!r} has offsets of packed rows, and every microbatch "
+                "would get a part (give position_ids [rows, length] that begin again with each "
+                "document)"
+            )
     for index, layer in enumerate(sizes):
         for name, kind in layer.kinds.items():
             narrow = kind.dtype.is_floating_point and kind.dtype.itemsize < 4
@@ -104,6 +110,16 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
         raise InfeasibleError(
             f"dropout_seed=None: layers[{draws.index(True)}] draws random numbers (give a seed)"
         )
+
+
+def _are_offsets(value: torch.Tensor, sample: torch.Tensor) -> bool:
+    """Whether numbers rise from 0 to the tokens of the sample, or of one of its rows, as the
+    cumulative lengths of packed documents do."""
+    integers = (torch.int32, torch.int64)
+    if type(value) is not torch.Tensor or value.dim() != 1 or value.dtype not in integers:
+        return False
+    ends = sample.numel(), sample[:1].numel()
+    return int(value[0]) == 0 and int(value[-1]) in ends and bool((value.diff() > 0).all())
 
 
 def plan_layers(settings: Settings, sizes: Sequence[LayerSizes], num_ranks: int) -> Planned:
