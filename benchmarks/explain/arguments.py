@@ -2,10 +2,10 @@
 list that a run prints into its log.
 
 Bash itself expands a script (``expand.bash``), so arrays, ``+=``, ``case`` and functions mean what
-they mean in a run. It is restricted, finds no command but ``_FILTERS``, writes no file, has 10 s,
-and no network where the system has user namespaces. Variables that a script takes from its caller
-are those of this process; those that Slurm sets follow from its ``#SBATCH`` lines (sbatch(1),
-"output environment variables").
+they mean in a run. It is restricted, finds no command, writes no file, has 10 s, and no network
+where the system has user namespaces. Variables that a script takes from its caller are those of
+this process; those that Slurm sets follow from its ``#SBATCH`` lines (sbatch(1), "output
+environment variables").
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks.specification import SpecError
 _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.MULTILINE)
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
-# Commands that a script finds: they print text, and have no option that writes a file.
-_FILTERS = ("cat", "cut", "expr", "head", "seq", "tr", "wc")
+# A restricted bash keeps ENV for itself, which scripts use as a name of their own.
+_ENV = re.compile(r"(?<![\w./-])ENV(?==)|(?<=\$)ENV\b|(?<=\$\{)ENV\b")
 _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
@@ -98,7 +98,11 @@ def arguments_of_script(
     ]
     of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
     if not of_models:
-        last = [f"; {words[_program(words)]} has no --num-layers" for words, _ in started][-1:]
+        last = [
+            f"; {words[_program(words)]} has no --num-layers"
+            for words, _ in started
+            if _program(words) >= 0
+        ][-1:]
         raise SpecError(
             "no line runs a training of Megatron-LM"
             + (f" (bash: {complaint})" if complaint else "")
@@ -165,17 +169,15 @@ def _expanded(
         alone = []
     with tempfile.TemporaryDirectory() as place:
         script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
-        found = Path(place, "commands")
-        found.mkdir()
-        for command in filter(None, map(shutil.which, _FILTERS)):
-            (found / Path(command).name).symlink_to(command)
-        # A restricted bash keeps ENV for itself, which scripts use as a name of their own.
-        script.write_text(re.sub(r"\bENV\b", "ENV_", text), encoding="utf-8")
+        script.write_text(_ENV.sub("ENV_", text), encoding="utf-8")
+        variables = {**variables, "ENV_": os.environ.get("ENV", "")}
+        empty = Path(place, "commands")
+        empty.mkdir()
         with told.open("wb") as output, said.open("wb") as errors:
             try:
                 subprocess.run(
                     [*alone, bash, "-r", str(script), *own],
-                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(found)},
+                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -1,7 +1,6 @@
 # Read by a restricted bash before a script that is to be expanded. No command outside of bash runs
-# but a few that print text, and no file is written; the words of every other command that would
-# have run go to the standard output, each ended by a NUL, and the command by the word \1: an empty
-# one is an argument.
+# and no file is written; the words of every command that would have run go to the standard output,
+# each ended by a NUL, and the command by the word \1: an empty one is an argument.
 
 exec 9>&1 >/dev/null
 ulimit -t 5 -f 10240 -v 2000000

@@ -280,7 +280,9 @@ def _one_line(error: Exception, words: Sequence[str]) -> str:
     known = {key for place, key in _known_keys() if place == above}
     near = difflib.get_close_matches(last, known - {last}, n=1, cutoff=0.7)
     near = near or sorted(key for key in known - {last} if f"_{last}" in f"_{key}")[:1]
-    if last in known or (above.startswith("launcher.") and not near):  # a mapping of one's own keys
+    place, _, name = above.rpartition(".")
+    own = place == "launcher" and (place, name) in _known_keys()  # a mapping of one's own keys
+    if last in known or (own and not near):
         return f"{word}: sets a new key (write +{word})"
     path = ".".join(filter(None, (above, *near)))
     return f"{word}: there is no such key ({f'did you mean {path}?' if near else 'see --help'})"

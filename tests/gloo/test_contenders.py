@@ -5,6 +5,7 @@ action; and the gate of Megatron-Core where test_gate.py has none like it."""
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import sys
 from collections import Counter
@@ -676,3 +677,17 @@ def test_loss_curve_is_that_of_one_process(name: str, tmp_path: Path) -> None:
             # Once per chunk, unit and phase would be 2 * chunks * units. The last chunk turns round
             # from forward to backward, and chunk 0 from one unit to the next, without a gather.
             assert rank.counters["unshard"] == steps * (2 * (chunks - 1) * units + 1)
+
+
+def test_a_layer_that_delays_keeps_its_own_names_and_can_be_pickled() -> None:
+    class Mine(nn.Linear):
+        transposed = True  # a name of its own
+
+    torch.manual_seed(0)
+    layer, x = Mine(3, 3), torch.randn(2, 3)
+    expected = layer(x)
+    whole = nn.Sequential(layer, nn.Linear(3, 3))
+    defer_weight_grads([whole], WeightGradStore())
+    assert torch.equal(layer(x), expected)
+    copy = pickle.loads(pickle.dumps(whole[1]))  # as after ``model.close()``
+    assert torch.equal(copy(x), whole[1](x))

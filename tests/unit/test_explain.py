@@ -380,7 +380,7 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
         ("[ -f nothing ] || exit 1\nexec /opt/bin/python a.py --num-layers $((1 + 1)) 2>&1", {}),
         ('N="x/y --num-layers 2"\nCUDA=1 "$HOME/bin/torchrun" a.py ${N#* }', {}),
         ("ENV=$1\nif [ x$ENV = x ]; then N=2; fi\npython a.py --num-layers $N", {}),
-        ("export $(echo N=1 | cut -f1 -d=)=$(seq 2 | wc -l)\npython a.py --num-layers $N", {}),
+        ("N=2\nD=/x/ENV/y.ENV\nif [ $D = /x/ENV/y.ENV ]; then python a.py --num-layers $N; fi", {}),
         ("source ./sizes.sh\nf() { python a.py \"$@\" | tee log; }\nf --num-layers $SIZE", {}),
     ],
 )  # fmt: skip

@@ -259,14 +259,14 @@ class Deferred(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """The forward of a linear layer: [..., in] to [..., out]."""
         x, bias, early = input, self.bias, self.early
-        weight = self.weight.t() if self.transposed else self.weight
+        weight = self.weight.t() if type(self).transposed else self.weight
         if not (isinstance(self.weight, nn.Parameter) and self.weight.is_leaf):
             return F.linear(x, weight, bias)  # it is computed from others
         if torch.compiler.is_compiling():
             return _uncompiled(self, x)  # type: ignore[no-any-return]
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
-        products = EightBitProducts(self) if self.in_8_bits else None
+        products = EightBitProducts(self) if type(self).in_8_bits else None
         try:
             output: Tensor = _DeferredLinear.apply(x, weight, bias, self.store, early, products)  # type: ignore[no-untyped-call]
             if early:
@@ -278,6 +278,10 @@ class Deferred(nn.Module):
             # torch refuses such a function inside torch.func's transforms. The kind that it accepts
             # there (with ``setup_context``) inspects its signature at every call, which takes long.
             return F.linear(x, weight, bias)
+
+
+class DeferredLinear(Deferred, nn.Linear):  # type: ignore[misc]
+    """A class that has a name, by which such layers can be pickled."""
 
 
 _uncompiled: Any = torch.compiler.disable(Deferred.forward)  # type: ignore[no-untyped-call]
@@ -341,7 +345,7 @@ def _delaying(kind: type[Any]) -> type[Any] | None:
     if isinstance(getattr(kind, "weight", None), property):
         return None  # computed from other parameters, as by torch's ``parametrize``
     if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
-        return type(kind.__name__, (Deferred, kind), {})
+        return DeferredLinear if kind is nn.Linear else type(kind.__name__, (Deferred, kind), {})
     if place == ("transformers.pytorch_utils", "Conv1D"):
         return type(kind.__name__, (Deferred, kind), {"transposed": True})
     return None
