@@ -191,7 +191,7 @@ def _shown(rows: pd.DataFrame) -> pd.DataFrame:
     is_shown = rows["evidence"].str.startswith("simulated") & rows["contender"].isin(order)
     best = best_or_failed(rows[is_shown & (rows["basis"] != BASES["own"])])
     own = best_or_failed(rows[is_shown & (rows["basis"] == BASES["own"])])
-    keys = [*CELL, "contender"]
+    keys = [*(name for name in CELL if name != "basis"), "contender"]
     best = pd.concat([own, best]).drop_duplicates(keys) if len(own) else best
     return best.sort_values("contender", key=lambda names: names.map(order.index), kind="stable")
 
