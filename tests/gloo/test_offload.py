@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from torch.autograd import Function
 import zeropp
 from tests.gloo.cases import Case, build_model_of, local_microbatches
 from tests.gloo.world import on_ranks
-from zeropp.engine.layers.offload import Offload
+from zeropp.engine.layers.offload import HostMemory, Offload
 
 CASES = [
     Case(pp=1, shard=2, chunks=6, unit=2, recompute="full", dropout=0.1, offload=4),
@@ -123,3 +124,14 @@ def test_what_is_changed_after_it_was_saved_is_an_error_as_without(sent: int) ->
             layers, nn.functional.mse_loss, sample=x[:3], global_batch=12, chunks=4, unit=4,
             offload_blocks=sent,
         ).train_step(x, x)  # fmt: skip
+
+
+def test_memory_of_the_host_that_nobody_uses_is_taken_first() -> None:
+    """Else chunks that store more and those that store less would each have memory of their own."""
+    with ExitStack() as undo:
+        host = HostMemory(torch.device("cpu"), undo)
+        large = host.take(2**33)
+        host.free[len(large)].append(large)
+        assert host.take(2**27) is large
+        small = host.take(2**27)
+        assert len(small) < len(large)

@@ -43,9 +43,13 @@ class HostMemory:
         self.free = defaultdict[int, list[Tensor]](list)  # slabs that nobody uses, by size
 
     def take(self, stored: int) -> Tensor:
-        """A slab that nobody uses, for some of the ``stored`` bytes of a microbatch."""
+        """A slab that nobody uses, for some of the ``stored`` bytes of a microbatch: a new one has
+        the size for these, but any other is taken first, as chunks that recompute store less."""
         size = 1 << min(max(stored.bit_length() - 1 - _PER_STORE, _LEAST), _MOST)
-        return self.free[size].pop() if self.free[size] else new_slab(self.device, size)
+        unused = [slabs for slabs in self.free.values() if slabs]
+        if unused:
+            return min(unused, key=lambda slabs: abs(len(slabs[0]) - size)).pop()
+        return new_slab(self.device, size)
 
 
 HOST_LOADS = "zeropp loads"
