@@ -45,6 +45,7 @@ from zeropp.choose.bounds import (
     least_step_s,
 )
 from zeropp.choose.contender import Contender
+from zeropp.choose.offloading import Offloading, offloads_some
 from zeropp.choose.space import (
     SearchPoint,
     compute_knobs,
@@ -113,6 +114,7 @@ class Family(Generic[K]):
         if first and (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
             yield replace(self, bound_s=bound_s, plan=plan)
         elif first:
+            plan = search.offloading_least(self, plan)
             times = search.contender.prices.times(plan, search.task.cluster)
             yield Priced(
                 bound_s=least_step_s(plan, times, any_unit=True),
@@ -153,12 +155,12 @@ class Priced(Family[K]):
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The members."""
         prices, cluster = search.contender.prices, search.task.cluster
-        durations = {adds_later(self.plan): self.times}
+        durations = {(adds_later(self.plan), self.plan.offloaded): self.times}
         for candidate, plan, held in self.members:
-            later = adds_later(plan)
-            if later not in durations:
-                durations[later] = prices.times(plan, cluster)
-            price = PlanPrice(**vars(durations[later]), **vars(held))
+            key = adds_later(plan), plan.offloaded
+            if key not in durations:
+                durations[key] = prices.times(plan, cluster)
+            price = PlanPrice(**vars(durations[key]), **vars(held))
             member = Member(
                 bound_s=max(self.bound_s, least_step_s(plan, price)),
                 number=next(search.numbers),
@@ -187,7 +189,7 @@ class Member(Family[K]):
         shorter ones tell. Then it is simulated, and if it wins, the families follow that are
         alike."""
         if not self.is_begun:
-            return search.begun(self)
+            return [*search.begun(self)] or search.offloading_more(self)
         if not self.is_told:
             return search.told(self)
         before = search.outcome.winner
@@ -347,6 +349,7 @@ class _Search(Generic[K]):
         self._climbs = contender.space.climbs
         asks_cap = self._climbs and getattr(asked, "activation_cap", None) == "auto"
         self.steps = Steps(contender=contender, limit_bytes=self._limit, asks_cap=asks_cap)
+        self.offloading = Offloading(task=task, contender=contender)
         self.outcome = Outcome(task, contender)
         self.numbers = count()
         self._of_compute = compute_knobs(contender.knobs)
@@ -634,6 +637,8 @@ class _Search(Generic[K]):
             if later not in of_sums:
                 of_sums[later] = self.contender.prices.memory(plan, self.task.cluster)
             held = of_sums[later]
+            if offloads_some(entry.asked, candidate):
+                candidate, plan, held = self.offloading.fewest(candidate)
             if least_bytes(self.steps.with_least_cap(plan), held) <= self._limit:
                 yield candidate, plan, held
                 continue
@@ -643,6 +648,26 @@ class _Search(Generic[K]):
                 if entry.asked is self._asked and least_of_alike(plan, held) > self._limit:
                     self._too_many_activations.add(entry.alike)
                 return
+
+    def offloading_least(self, entry: Family[K], family: SizedPlan) -> SizedPlan:
+        """The family's plan, with the fewest offloaded blocks that any member may have."""
+        if not offloads_some(entry.asked, entry.candidate):
+            return family
+        members = self.contender.space.members(entry.asked, entry.candidate.knobs, family)
+        first, *_ = self.offloading.fewest(replace(entry.candidate, knobs=next(iter(members))))
+        blocks = cast("Any", first.knobs).offload_blocks
+        return self.offloading.sized(entry.candidate, blocks)[1]
+
+    def offloading_more(self, entry: Member[K]) -> Iterator[Member[K]]:
+        """A member that does not fit, with more offloaded blocks, if their number is open."""
+        if not offloads_some(entry.asked, entry.candidate):
+            return
+        if more := self.offloading.more(entry.candidate, entry.plan):
+            candidate, plan, held = more
+            times = self.contender.prices.times(plan, self.task.cluster)
+            price = PlanPrice(**vars(times), **vars(held))
+            bound_s = max(entry.bound_s, least_step_s(plan, price))
+            yield replace(entry, bound_s=bound_s, candidate=candidate, plan=plan, price=price)
 
     def begun(self, entry: Member[K]) -> Iterable[Member[K]]:
         """The entry with the largest activation cap with which the beginning of a step fits, which

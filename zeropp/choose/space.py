@@ -240,7 +240,8 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
     knobs, size = best.knobs, best.microbatch_size
     values = vars(knobs)
     names = [n for n, value in vars(asked).items() if value == "auto" and n not in _IN_FAMILIES]
-    freed: dict[str, Any] = dict.fromkeys(("unit", "activation_cap", "reduce_every"), "auto")
+    small = ("unit", "activation_cap", "reduce_every", "offload_blocks")
+    freed: dict[str, Any] = dict.fromkeys(small, "auto")
     freed = {n: value for n, value in freed.items() if n in names}
     cap = {n: value for n, value in freed.items() if n == "activation_cap"}
 
@@ -266,7 +267,8 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
             for number in sorted(n for n in steps - {value} if n > 0):
                 yield changed(**cap | {name: number}), size
         else:
-            blocks = {n: "auto" for n in names if n == "recompute_blocks" and name == "recompute"}
+            blocks = dict.fromkeys(("recompute_blocks", "offload_blocks"), "auto")
+            blocks = {n: v for n, v in blocks.items() if n in names and name == "recompute"}
             for choice in named - {value}:
                 yield changed(**cap | blocks | {name: choice}), size
 
