@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import Annotated, Literal
@@ -25,6 +25,7 @@ from zeropp.price.programs import Program, gathers, program_named
 from zeropp.schedule import lower
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
+from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError, microbatches_per_step
 from zeropp.types.literals import (
     AT_LEAST_0,
