@@ -283,6 +283,7 @@ FSDP = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    search_effort=3,
     # torchtitan and PyTorch's tutorial of FSDP2: MixedPrecisionPolicy(reduce_dtype=torch.float32).
     gradient_types={"reduce_dtype": "fp32"},
     published_as=(

@@ -19,13 +19,13 @@ from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.reading import preset
 from tests.unit.simulated_task import task
 from zeropp.choose.bounds import (
+    exceeds,
     least_bytes,
     least_compute_s,
     least_of_alike,
     least_of_family,
     least_of_order_s,
     least_step_s,
-    order_peak,
 )
 from zeropp.choose.contender import Contender
 from zeropp.choose.search import SAVES, search
@@ -163,9 +163,8 @@ def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
             return  # a contender with one order
         result = simulate(draft.complete(), what.cluster, price=price)
         assert least_of_order_s(draft.compute, plan, price) <= result.step_s * SLACK, plan
-        ends = {0, draft.compute.num_ranks - 1}
-        peak, _ = order_peak(draft.compute, plan, price, ends)
-        assert 0.5 * result.peak_bytes < peak <= result.peak_bytes, plan
+        assert not exceeds(draft.compute, plan, price, result.peak_bytes), plan
+        assert exceeds(draft.compute, plan, price, int(0.5 * result.peak_bytes)), plan
 
 
 @pytest.mark.parametrize("name", PRICED)

@@ -283,6 +283,11 @@ def order_peak(
     return max(peaks)
 
 
+def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
+    """Whether the first or the last rank, usually the fullest, holds more than ``limit_bytes``."""
+    return order_peak(compute, plan, held, {0, compute.num_ranks - 1})[0] > limit_bytes
+
+
 def _with_receives(program: RankProgram, schedule: Schedule) -> Iterator[Action]:
     """A rank's program with each receive just before the action that needs the message."""
     ranks, last = schedule.stage_rank, schedule.num_stages - 1

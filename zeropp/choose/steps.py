@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from zeropp.choose.bounds import largest_cap, least_of_order_s, order_peak
+from zeropp.choose.bounds import exceeds, largest_cap, least_of_order_s, order_peak
 from zeropp.choose.contender import Contender
 from zeropp.price import PlanPrice, StepBytes
 from zeropp.price.peak_memory import needed_bytes
@@ -121,16 +121,18 @@ class Steps:
         while lower is not None:
             plan, lower = lower, None
             results: list[SimResult | None] = []
-            refused: list[tuple[Schedule, tuple[int, int]]] = []
-            too_large = partial(self._refused, refused, plan=plan, price=price)
+            too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self.limit_bytes)
+            actions = 0  # of the first rank
             for draft in self.contender.orders(plan, price.stages, too_large):
                 results.append(None)
                 order = draft.compute
+                made = len(order.programs[0]) if order else 0
+                actions = max(actions, made)
                 if order and least_of_order_s(order, plan, price, slowest_s) >= slowest_s:
                     continue
-                full = next((each for begun, each in refused if begun is order), None)
-                if order and full:
-                    lower = lower or self._lower(plan, order, price, *full)
+                if order and made < actions:  # the beginning of one too large
+                    peak, rank = order_peak(order, plan, price, {0, order.num_ranks - 1})
+                    lower = lower or self._lower(plan, order, price, rank, peak)
                     continue
                 # Most orders that win nothing are told sooner by their time than by their bytes.
                 whole = draft.complete()
@@ -144,21 +146,6 @@ class Steps:
                 if slowest_s < inf:
                     slowest_s = min(slowest_s, result.step_s)
             yield plan, results
-
-    def _refused(
-        self,
-        refused: list[tuple[Schedule, tuple[int, int]]],
-        begun: Schedule,
-        *,
-        plan: SizedPlan,
-        price: PlanPrice,
-    ) -> bool:
-        """Whether the first or the last rank holds too much in the beginning of an order, which is
-        then kept with that rank and its peak."""
-        peak, rank = order_peak(begun, plan, price, {0, begun.num_ranks - 1})
-        if peak > self.limit_bytes:
-            refused.append((begun, (rank, peak)))
-        return peak > self.limit_bytes
 
     def _fullest(self, whole: Plan, price: PlanPrice) -> tuple[int, int] | None:
         """A rank that holds too much, and its peak."""

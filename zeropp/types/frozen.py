@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 def replace(of: T, **values: Any) -> T:
-    """As ``dataclasses.replace``, in a tenth of its time, for a class that has neither slots nor a
+    """As ``dataclasses.replace``, in a fourth of its time, for a class that has neither slots nor a
     ``__post_init__``; a search makes millions of such copies. What properties have cached is not
     copied."""
-    copy = object.__new__(type(of))
-    names, mine = _names(type(of)), vars(copy)  # type: ignore[arg-type]
-    for name, value in vars(of).items():
-        if name in names:
-            mine[name] = value
-    mine.update(values)
+    copy, mine = object.__new__(type(of)), {**vars(of), **values}
+    for name in _cached(type(of)):  # type: ignore[arg-type]
+        mine.pop(name, None)
+    object.__setattr__(copy, "__dict__", mine)
     return copy
 
 
 @cache
-def _names(kind: type[Any]) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind))
+def _cached(kind: type[object]) -> tuple[str, ...]:
+    own = (item for each in kind.__mro__ for item in vars(each).items())
+    return tuple(name for name, value in own if isinstance(value, cached_property))
