@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress, product
 from typing import Annotated, Any, Literal, TypeVar
@@ -44,6 +44,7 @@ from zeropp.schedule import lower
 from zeropp.schedule.build import build
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
+from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
 from zeropp.types.literals import (
     AT_LEAST_0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import Annotated, Literal
@@ -25,6 +25,7 @@ from zeropp.price.programs import Program, gathers, program_named
 from zeropp.schedule import lower
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
+from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError, microbatches_per_step
 from zeropp.types.literals import (
     AT_LEAST_0,
@@ -282,6 +283,7 @@ FSDP = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    search_effort=3,
     # torchtitan and PyTorch's tutorial of FSDP2: MixedPrecisionPolicy(reduce_dtype=torch.float32).
     gradient_types={"reduce_dtype": "fp32"},
     published_as=(

@@ -38,6 +38,7 @@ MEGATRON_CORE = Contender(
     size=size,
     orders=one_order(programs),
     space=SPACE,
+    search_effort=2,
     # Megatron-Core's default, and NVIDIA's example for H100 (--grad-reduce-in-bf16).
     gradient_types={"grad_accum_dtype": "bf16"},
     published_as=(

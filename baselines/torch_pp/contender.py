@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Annotated, Literal
@@ -49,6 +49,7 @@ from zeropp.schedule.program import (
     v_placement,
 )
 from zeropp.schedule.torch_runtime import lower_for_torch, with_messages
+from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
 from zeropp.types.literals import AT_LEAST_1, Auto, Placement, Recompute, WireType, if_auto
 

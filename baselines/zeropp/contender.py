@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, ClassVar, Literal
 
@@ -30,6 +30,7 @@ from zeropp.price import cut_by_cost
 from zeropp.price.flops import block_parameters
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.step_plan import drafts, size_step
+from zeropp.types.frozen import replace
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import (

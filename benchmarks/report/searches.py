@@ -177,16 +177,19 @@ def search_rows(
 ) -> list[Best]:
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
     ``budget_s`` are seconds of wall time, of which every row gets its share of what is left
-    when its search begins; ``tell`` gets each as it comes. Those that take longest begin last.
-    Ctrl-C ends the searches, and gives those that have ended; raised again where there is none."""
+    when its search begins; ``tell`` gets each as it comes. The one that takes longest has a core
+    of its own, if there are several; of the others, those that take longest begin last. Ctrl-C ends
+    the searches, and gives those that have ended; raised again where there is none."""
     spaces = {name: ROWS[name].contender for name in names}
-    order = sorted(spaces, key=lambda name: spaces[name].search_effort)
-    cores = min(os.cpu_count() or 1, len(order))
+    *others, longest = sorted(spaces, key=lambda name: spaces[name].search_effort)
+    cores = min(os.cpu_count() or 1, len(spaces))
+    order = [longest, *others] if cores > 1 else [*others, longest]
+    left = enumerate(reversed(order), start=1)
+    rounds = {name: ceil(count / max(1, cores - 1)) for count, name in left} | {longest: 1}
     ends_s, found = monotonic() + budget_s, dict[str, Best]()
     try:
         with workers(cores) as pool, progress_line() as bar:
             begin = partial(_best_of_row, task, ends_s=ends_s, runner_up=False, **options)
-            rounds = {name: ceil((len(order) - place) / cores) for place, name in enumerate(order)}
             waiting = {pool.submit(begin, name, rounds[name]): name for name in order}
             line = bar.add_task("", total=len(order))
             while waiting:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +97,31 @@ def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(searches, "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         search_rows(SMALL, ["fsdp"], 5.0, **given)
+
+
+def test_the_longest_search_has_a_core_of_its_own_and_all_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def shares(cores: int) -> list[tuple[str, int]]:
+        begun: list[tuple[str, int]] = []
+
+        def submit(_: object, name: str, rounds: int) -> Future[Any]:
+            begun.append((name, rounds))
+            result = Future[Any]()
+            result.set_result(name)
+            return result
+
+        pool = SimpleNamespace(submit=submit)
+        monkeypatch.setattr("os.cpu_count", lambda: cores)
+        monkeypatch.setattr(searches, "workers", lambda _: nullcontext(pool))
+        search_rows(SMALL, names, 5.0)
+        return begun
+
+    names = ["zeropp", "fsdp", "megatron_fsdp", "torchtitan_tp"]
+    assert shares(1) == [("megatron_fsdp", 4), ("torchtitan_tp", 3), ("fsdp", 2), ("zeropp", 1)]
+    assert shares(2) == [("zeropp", 1), ("megatron_fsdp", 3), ("torchtitan_tp", 2), ("fsdp", 1)]
+    assert [rounds for _, rounds in shares(3)] == [1, 2, 1, 1]
+    assert [rounds for _, rounds in shares(8)] == [1, 1, 1, 1]
 
 
 def test_a_search_begins_with_plans_of_the_atlas_of_the_same_model() -> None:

@@ -85,7 +85,7 @@ def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small its budget is, a search goes on until it has found something."""
-    monkeypatch.setattr("zeropp.choose.search._PATIENCE", 1e12)
+    monkeypatch.setattr("zeropp.choose.budget._PATIENCE", 1e12)
 
 
 def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from zeropp.price import StepBytes, StepTimes
@@ -28,6 +28,7 @@ from zeropp.schedule.program import (
     Schedule,
     StageCost,
 )
+from zeropp.types.frozen import replace
 
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
@@ -262,18 +263,22 @@ def order_peak(
     actions in the order of ``compute``, which has no other actions and may be the beginning of a
     step. Messages arrive as late as possible."""
     peaks = []
+    wanted = gathers(plan), plan.prefetch, plan.reduce_every, plan.offloaded_stages
     for rank in ranks:
-        program = with_collectives(
-            compute,
-            rank,
-            gather=gathers(plan),
-            prefetch=plan.prefetch,
-            reduce_every=plan.reduce_every,
-            offloaded=plan.offloaded_stages,
-        )
-        programs: list[RankProgram] = [()] * compute.num_ranks
-        programs[rank] = tuple(_with_receives(program, compute))
-        ordered = plan.with_programs(replace(compute, programs=tuple(programs)))
+        if (rank, *wanted) not in compute.lone:
+            gather, prefetch, reduce_every, offloaded = wanted
+            program = with_collectives(
+                compute,
+                rank,
+                gather=gather,
+                prefetch=prefetch,
+                reduce_every=reduce_every,
+                offloaded=offloaded,
+            )
+            programs: list[RankProgram] = [()] * compute.num_ranks
+            programs[rank] = tuple(_with_receives(program, compute))
+            compute.lone[rank, *wanted] = replace(compute, programs=tuple(programs))
+        ordered = plan.with_programs(compute.lone[rank, *wanted])
         peaks.append((needed_bytes(ordered, held, rank), rank))
     return max(peaks)
 
@@ -526,14 +531,19 @@ def _in_turn_s(
     one of backwards, in which a unit follows the other: all forwards except the last unit's in the
     last chunk, and that unit's backwards; or the first unit's way to its first backward, and all
     backwards."""
-    (whole, rest), unit = divmod(plan.num_microbatches, plan.schedule.unit), plan.schedule.unit
-    units = [unit] * whole + [rest] * (rest > 0)
+    unit = plan.schedule.unit
+    whole, rest = divmod(plan.num_microbatches, unit)
+    least = rest or unit  # the smallest unit
     first, last = stages[0], stages[-1]
     turned = latency.turn - latency.to[last] + latency.backward[-1]
     turned += latency.back[-1] - latency.back[last] - latency.backward[last]
-    ahead = sum(map(forwards.seconds, units)) - forwards.seconds(unit)
-    after = ahead + forwards.until_last(min(units)) + backwards.seconds(min(units))
-    begun = latency.to[last] - latency.to[first] + sum(map(backwards.seconds, units))
+    forwards_s, backwards_s = (
+        whole * of.seconds(unit) + (of.seconds(rest) if rest else 0.0)
+        for of in (forwards, backwards)
+    )
+    ahead = forwards_s - forwards.seconds(unit)
+    after = ahead + forwards.until_last(least) + backwards.seconds(least)
+    begun = latency.to[last] - latency.to[first] + backwards_s
     return latency.to[first] + turned + max(after, begun) + latency.back[first] + latency.weight[0]
 
 

@@ -31,10 +31,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, count
 from math import inf
-from time import process_time
 from typing import Any, Generic, cast
 
 from zeropp.choose.bounds import (
@@ -44,6 +44,7 @@ from zeropp.choose.bounds import (
     least_of_family,
     least_step_s,
 )
+from zeropp.choose.budget import Budget
 from zeropp.choose.contender import Contender
 from zeropp.choose.offloading import Offloading, offloads_some
 from zeropp.choose.space import (
@@ -61,6 +62,7 @@ from zeropp.price import PlanPrice, StepBytes, StepTimes
 from zeropp.price.simulator import SimResult
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import collector_paused
+from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Auto
 
@@ -76,7 +78,7 @@ _Group = tuple[int, ...]
 _Alike = tuple[_Group, object]  # a group of points, and the knobs of compute
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Family(Generic[K]):
     """An entry of the queue: a family, with the bound of its compute."""
 
@@ -100,15 +102,15 @@ class Family(Generic[K]):
         """The entries that replace this one: the family with the bound of its own compute, then, if
         any member may fit, with that of the family that keeps all activations, then with its
         durations; those alike if it cannot be sized."""
+        if not self.plan:
+            bound_s = search.bound_compute(self.candidate, self.alike)
+            if bound_s > self.bound_s:
+                yield replace(self, bound_s=bound_s)
+                return
         plan = self.plan or search.sized(self.candidate)
         if plan is None:
             yield from search.follow(self.alike)
             return
-        if not self.plan:
-            bound_s = search.bound_compute(plan, self.alike)
-            if bound_s > self.bound_s:
-                yield replace(self, bound_s=bound_s, plan=plan)
-                return
         members = search.that_may_fit(self, plan)
         first = next(members, None)  # the others are sized when the family comes up again
         if first and (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
@@ -129,7 +131,7 @@ class Family(Generic[K]):
             )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Root(Family[K]):
     """Families that differ only in how they save memory, with the least bound that they may have
     by one that saves none, which is the candidate."""
@@ -144,7 +146,7 @@ class Root(Family[K]):
         return chain.from_iterable(map(search.first_of, alike.values()))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Priced(Family[K]):
     """A family with its durations, and its members that may fit, which are read once."""
 
@@ -175,7 +177,7 @@ class Priced(Family[K]):
             yield from search.with_cap(member, search.steps.capped(plan, price))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Member(Family[K]):
     """A member of a family that may fit into memory, with its price."""
 
@@ -202,9 +204,7 @@ _DEFERRED = 3e-7  # by which share of its bound a candidate is deferred, per for
 # are cut anew, and longer passes hide more of ZeRO-3's gathers.
 SAVES = 0.98
 _SETTLED = 3  # told steps that are simulated after a search was cut
-_CLIMB = 0.75  # share of the budget after which a search only improves its winner
 _CLIMBS = 1e-4  # share of a step by which what is beside the winner must be faster
-_PATIENCE = 4  # budgets after which a search that has found nothing ends
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
 
@@ -308,31 +308,9 @@ def search(
     candidates that are tried first, such as published plans, or the winners of other tasks (with
     as many data-parallel ranks as this one has), so that fewer others have a bound below the best.
     """
-    budget = _Budget(budget_s)
+    budget = Budget(budget_s)
     tuning = _Search(task, contender, asked or contender.knobs(), runner_up)
     return tuning.run(microbatch_size, tolerance, budget, known)
-
-
-class _Budget:
-    """When a search ends, and when it takes first what most likely fits, by its CPU time."""
-
-    def __init__(self, seconds: float) -> None:
-        now = process_time()
-        self._ends, self._gives_up = now + seconds, now + _PATIENCE * seconds
-        self._hurry_at, self._climbs_at = now + seconds / 2, now + seconds * _CLIMB
-
-    def is_over(self, *, found: bool, climbs: bool = True) -> bool:
-        """Whether the search ends, where it has ``found`` something that fits or has not, or
-        whether it only ``climbs`` from then on."""
-        ends = self._ends if climbs else self._climbs_at
-        return process_time() > (ends if found else self._gives_up)
-
-    def hurries(self) -> bool:
-        """Whether half of the time is over, for the first time."""
-        if process_time() <= self._hurry_at:
-            return False
-        self._hurry_at = float("inf")
-        return True
 
 
 def _shards(family: Family[K]) -> tuple[int, int]:
@@ -354,7 +332,9 @@ class _Search(Generic[K]):
         self.numbers = count()
         self._of_compute = compute_knobs(contender.knobs)
         self._of_root = compute_knobs(contender.knobs, saving=False)
+        self._passes_of = compute_knobs(contender.knobs, beside=False)
         self._bounds: dict[_Alike, float] = {}  # of compute
+        self._of_passes: dict[object, float] = {}  # the same bounds, by what passes depend on
         self._keeping_all: dict[SizedPlan, float] = {}  # bounds
         # Of families alike, the knobs of one that was in the queue, and the others.
         self._others: dict[_Alike, tuple[K, list[Family[K]]]] = {}
@@ -363,13 +343,15 @@ class _Search(Generic[K]):
         self._followed = set[_Alike]()
         # Of families alike, those with too many activations.
         self._too_many_activations: set[_Alike] = set()
+        self._may_fit: set[_Alike] = set()  # of those that were asked, the others
         self._begun: dict[object, int | None] = {}  # activation caps; None: nothing fits
+        self._evaluated_plans = set[SizedPlan]()
 
     def run(
         self,
         microbatch_size: int | Auto,
         tolerance: float,
-        budget: _Budget,
+        budget: Budget,
         known: Iterable[Candidate[K]],
     ) -> Outcome[K]:
         """Begin with what is ``known``, take the first entry of the queue until no bound is below
@@ -390,9 +372,9 @@ class _Search(Generic[K]):
     def begin(self, known: Iterable[Candidate[K]]) -> None:
         """Try known candidates, with as many data-parallel ranks as the task has."""
         begin = (new for old in known for new in resized(old, self.task.num_gpus))
-        self._drain_beside(((new.knobs, new.microbatch_size) for new in begin), _Budget(inf))
+        self._drain_beside(((new.knobs, new.microbatch_size) for new in begin), Budget(inf))
 
-    def _climb(self, microbatch_size: int | Auto, budget: _Budget) -> None:
+    def _climb(self, microbatch_size: int | Auto, budget: Budget) -> None:
         """Try what is beside the winner until nothing there is faster, or the time is over."""
         tried, improved = set[object](), self.outcome.winner
         while improved and not budget.is_over(found=True):
@@ -424,7 +406,7 @@ class _Search(Generic[K]):
             else:
                 too_few = number
 
-    def _drain_beside(self, asked: Iterable[tuple[K, int]], budget: _Budget) -> None:
+    def _drain_beside(self, asked: Iterable[tuple[K, int]], budget: Budget) -> None:
         """Try all knobs and microbatch sizes that are faster than the winner."""
         roots = (self._roots(knobs, size) for knobs, size in asked)
         self._drain(chain.from_iterable(roots), _CLIMBS, budget, climbs=True)
@@ -433,7 +415,7 @@ class _Search(Generic[K]):
         self,
         roots: Iterable[Family[K]],
         tolerance: float,
-        budget: _Budget,
+        budget: Budget,
         *,
         climbs: bool = False,
     ) -> list[Family[K]]:
@@ -555,9 +537,7 @@ class _Search(Generic[K]):
         made, roots = self.contender.space.families, dict[object, tuple[float, K]]()
         for knobs in [*made(saving_none(point))] or made(point):
             alike, root = (group, self._of_compute(knobs)), self._of_root(knobs)
-            if alike not in self._bounds and (plan := self.sized(Candidate(knobs, group[0]))):
-                self.bound_compute(plan, alike)
-            bound_s = self._bounds.get(alike, 0.0) * SAVES
+            bound_s = self.bound_compute(Candidate(knobs, group[0]), alike) * SAVES
             if root not in roots or bound_s < roots[root][0]:
                 roots[root] = bound_s, knobs
         for bound_s, knobs in roots.values():
@@ -593,10 +573,16 @@ class _Search(Generic[K]):
             plan=None,
         )
 
-    def bound_compute(self, plan: SizedPlan, alike: _Alike) -> float:
-        """The bound of the compute of families that are ``alike``; one of them has this plan."""
-        passes = self.contender.prices.passes(plan, self.task.cluster)
-        self._bounds[alike] = least_compute_s(plan, passes)
+    def bound_compute(self, candidate: Candidate[K], alike: _Alike) -> float:
+        """The bound of the compute of families that are ``alike``, of which the candidate is one.
+        It is found once for all that have the same passes."""
+        same = alike[0], self._passes_of(candidate.knobs)
+        if same not in self._of_passes:
+            with suppress(InfeasibleError):  # which is counted where the plan is asked for
+                plan = self.contender.size(self.task, candidate.knobs, candidate.microbatch_size)
+                passes = self.contender.prices.passes(plan, self.task.cluster)
+                self._of_passes[same] = least_compute_s(plan, passes)
+        self._bounds[alike] = self._of_passes.get(same, self._bounds.get(alike, 0.0))
         return self._bounds[alike]
 
     def bound_keeping_all(self, plan: SizedPlan) -> float:
@@ -645,8 +631,9 @@ class _Search(Generic[K]):
             self.outcome.rejected[OOM] += 1
             if is_first and least_of_family(plan, held) > self._limit:
                 # Of narrower questions the first member is not that of the fewest activations.
-                if entry.asked is self._asked and least_of_alike(plan, held) > self._limit:
-                    self._too_many_activations.add(entry.alike)
+                if entry.asked is self._asked and entry.alike not in self._may_fit:
+                    fits = least_of_alike(plan, held) <= self._limit
+                    (self._may_fit if fits else self._too_many_activations).add(entry.alike)
                 return
 
     def offloading_least(self, entry: Family[K], family: SizedPlan) -> SizedPlan:
@@ -694,7 +681,7 @@ class _Search(Generic[K]):
         elif plan.activation_cap == entry.plan.activation_cap:
             yield entry
         else:
-            knobs = replace(entry.candidate.knobs, activation_cap=plan.activation_cap)  # type: ignore[type-var]
+            knobs = replace(entry.candidate.knobs, activation_cap=plan.activation_cap)
             candidate = replace(entry.candidate, knobs=knobs)
             bound_s = max(entry.bound_s, least_step_s(plan, entry.price))
             yield replace(entry, candidate=candidate, plan=plan, bound_s=bound_s)
@@ -702,6 +689,9 @@ class _Search(Generic[K]):
     def evaluate(self, entry: Member[K]) -> None:
         """Simulate a member; its fastest order that fits on all ranks counts."""
         outcome = self.outcome
+        if entry.plan in self._evaluated_plans:
+            return
+        self._evaluated_plans.add(entry.plan)
         slowest_s = outcome.slowest(self._wants_runner_up)
         found = self._evaluated(entry.candidate, entry.plan, entry.price, slowest_s)
         outcome.simulated += 1
@@ -719,5 +709,5 @@ class _Search(Generic[K]):
             return None
         knobs = candidate.knobs
         if best.plan.activation_cap != plan.activation_cap:
-            knobs = replace(knobs, activation_cap=best.plan.activation_cap)  # type: ignore[type-var]
+            knobs = replace(knobs, activation_cap=best.plan.activation_cap)
         return Evaluated(replace(candidate, knobs=knobs), best)

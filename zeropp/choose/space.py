@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import permutations
 from math import prod
 from operator import attrgetter
@@ -19,6 +19,7 @@ from zeropp.choose.planner import asked_degrees, most_slices
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price.cluster import Cluster
 from zeropp.schedule.plan import SizedPlan
+from zeropp.types.frozen import replace
 from zeropp.types.layout import Layout, divisors
 from zeropp.types.literals import (
     Auto,
@@ -322,11 +323,18 @@ _SAVERS = {
 }
 
 
-def compute_knobs(knobs: type[K], *, saving: bool = True) -> Callable[[K], object]:
+# Of these, those that move bytes beside a pass, which has the same kernels.
+_BESIDE_PASSES = {"prefetch", "offload_blocks", "offload_modules", "cpu_checkpointing"}
+
+
+def compute_knobs(
+    knobs: type[K], *, saving: bool = True, beside: bool = True
+) -> Callable[[K], object]:
     """A function that gives the values of all other knobs, and whether gradients are reduced for
     every microbatch (ZeRO-2), which compute does depend on; without those that save memory if
-    ``saving`` is false."""
+    ``saving`` is false, and without those on which no kernel depends if ``beside`` is."""
     left_out = _OF_DATA_PARALLELISM | (set() if saving else {*_SAVERS})
+    left_out |= set() if beside else _BESIDE_PASSES
     names = (field.name for field in fields(cast("Any", knobs)))
     others = attrgetter(*(name for name in names if name not in left_out))
     return lambda of: (others(of), getattr(of, "replicate_zero", 0) == 2)

@@ -4,7 +4,7 @@ and the time of a long step by two shorter ones."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
@@ -18,6 +18,7 @@ from zeropp.schedule.legality import live_activations
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import Schedule
 from zeropp.schedule.zeropp_order import smallest_cap
+from zeropp.types.frozen import replace
 
 _FILLED = 2  # units in which a rank fills its memory
 _REPEATS = 3  # periods of a step after which it repeats itself
@@ -121,31 +122,30 @@ class Steps:
             plan, lower = lower, None
             results: list[SimResult | None] = []
             too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self.limit_bytes)
+            actions = 0  # of the first rank
             for draft in self.contender.orders(plan, price.stages, too_large):
                 results.append(None)
                 order = draft.compute
+                made = len(order.programs[0]) if order else 0
+                actions = max(actions, made)
                 if order and least_of_order_s(order, plan, price, slowest_s) >= slowest_s:
                     continue
-                # The beginning of the first order is known to fit; a later one may be no more.
-                if order and len(results) > 1 and (full := self._overfull(order, plan, price)):
-                    lower = lower or self._lower(plan, order, price, *full)
+                if order and made < actions:  # the beginning of one too large
+                    peak, rank = order_peak(order, plan, price, {0, order.num_ranks - 1})
+                    lower = lower or self._lower(plan, order, price, rank, peak)
                     continue
+                # Most orders that win nothing are told sooner by their time than by their bytes.
                 whole = draft.complete()
+                result = simulate_within(whole, price, slowest_s)
+                if result is None:
+                    continue
                 if full := self._fullest(whole, price):
                     lower = lower or self._lower(plan, whole.schedule, price, *full)
                     continue
-                results[-1] = simulate_within(whole, price, slowest_s)
-                if slowest_s < inf and (result := results[-1]):
+                results[-1] = result
+                if slowest_s < inf:
                     slowest_s = min(slowest_s, result.step_s)
             yield plan, results
-
-    def _overfull(
-        self, order: Schedule, plan: SizedPlan, price: PlanPrice
-    ) -> tuple[int, int] | None:
-        """The rank that holds too much by compute actions alone, the first or the last, and its
-        peak."""
-        peak, rank = order_peak(order, plan, price, {0, order.num_ranks - 1})
-        return (rank, peak) if peak > self.limit_bytes else None
 
     def _fullest(self, whole: Plan, price: PlanPrice) -> tuple[int, int] | None:
         """A rank that holds too much, and its peak."""

@@ -8,7 +8,7 @@ a time (ZeroPP's engine); ``collectives_of`` says which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
@@ -45,7 +45,9 @@ from zeropp.price.programs import Program, gathers, sent_bytes
 from zeropp.price.zero3 import persistent_s
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
+from zeropp.types.frozen import replace
 from zeropp.types.layout import Layout
+from zeropp.types.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,27 +189,30 @@ def stage_parameters(plan: SizedPlan, stage: int) -> float:
     return sum(_pieces(plan, stage))
 
 
-def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]:
+def collectives_of(plan: SizedPlan, program: Program, stage: int) -> tuple[float, ...]:
     """The parameters (on one rank, without ZeRO) that each collective of a stage moves: one
     collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
     whose gradients may be delayed, or several, one for other parameters, and one for a parameter
     that two pipeline ranks share (``zeropp/engine/sharding.py``)."""
-    pieces = _pieces(plan, stage)
-    if not program.flat_chunks:
+    return _pieces(plan, stage, plan.parts_of(stage) if program.flat_chunks else 0)
+
+
+def _pieces(plan: SizedPlan, stage: int, parts: int = 0) -> tuple[float, ...]:
+    """Parameters of a stage's pieces on one rank, or, with ``parts``, of its flat buffers."""
+    return _sizes(plan.shape, plan.layout.tp, parts, *plan.cuts[stage : stage + 2])
+
+
+@lru_cache(maxsize=16384)
+def _sizes(shape: ModelShape, tp: int, parts: int, begin: int, end: int) -> tuple[float, ...]:
+    pieces = tuple(piece_parameters(shape, piece) / tp for piece in range(begin, end))
+    if not parts:
         return pieces
-    shape, weights = plan.shape, float(plan.blocks[stage] * linear_weights(plan.shape))
-    ends = {0, shape.num_pieces - 1} & set(plan.pieces_of(stage))
+    ends = {0, shape.num_pieces - 1} & {*range(begin, end)}
+    weights = float((len(pieces) - len(ends)) * linear_weights(shape))
     shared = shape.vocab * shape.hidden if ends and shape.tied_embeddings else 0
     rest = sum(pieces) - weights - shared * len(ends)
-    parts = plan.parts_of(stage)
     sizes = (*[weights / parts] * parts, rest, *[float(shared)] * len(ends))
-    return [size for size in sizes if size]
-
-
-def _pieces(plan: SizedPlan, stage: int) -> list[float]:
-    """Parameters of a stage's pieces on one rank."""
-    sizes = (piece_parameters(plan.shape, piece) for piece in plan.pieces_of(stage))
-    return [size / plan.layout.tp for size in sizes]
+    return tuple(size for size in sizes if size)
 
 
 def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
@@ -265,7 +270,7 @@ def shard_waits_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> 
 
 
 def _summing_s(
-    plan: SizedPlan, work: Work, sizes: list[float], part: float, *, several: bool
+    plan: SizedPlan, work: Work, sizes: Sequence[float], part: float, *, several: bool
 ) -> float:
     """Seconds that a reduction of ``sizes`` gradients takes in addition (``part`` stays on a
     rank): to cast them if they are sent in 16 bits, and to add the part to that of earlier

@@ -23,12 +23,14 @@ def block_parameters(shape: ModelShape) -> int:
     return linear_weights(shape) + 2 * h  # two RMSNorms
 
 
+@lru_cache(maxsize=1024)
 def linear_weights(shape: ModelShape) -> int:
     """Parameters in the weights of the linear layers of one block: all but biases and norms."""
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     return 2 * h * shape.attended + 2 * h * kv + (shape.gates + 1) * h * shape.ffn
 
 
+@lru_cache(maxsize=16384)
 def piece_parameters(shape: ModelShape, index: int) -> int:
     """Parameters of piece ``index``; a tied head counts its copy of the embedding."""
     h = shape.hidden

@@ -8,7 +8,6 @@ parameter that the program keeps. What FSDP2 gathers, sums and copies follows
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from zeropp.price.activations import (
@@ -32,6 +31,7 @@ from zeropp.price.pieces import Work, gradients_of
 from zeropp.price.plan_price import StageMemory
 from zeropp.price.programs import Program, gathers
 from zeropp.schedule.plan import SizedPlan
+from zeropp.types.frozen import replace
 from zeropp.types.layout import Layout
 from zeropp.types.literals import Offloaded
 

@@ -8,13 +8,13 @@ order of actions; durations say when the bytes are held.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from zeropp.price.plan_price import StageMemory, StepBytes
 from zeropp.schedule.plan import MemoryBytes, Plan, SizedPlan
 from zeropp.schedule.program import NEEDS_PARAMETERS, Op
+from zeropp.types.frozen import replace
 
 Moment = tuple[int, int, int]  # gradients, activations, workspace
 
@@ -43,6 +43,7 @@ class RankMemory:
         self._made: set[int] = set()  # stages with weight gradients that are not summed yet
         self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: (stage, is it early)
         self._reduced: set[int] = set()  # stages that hold gradients for the optimizer
+        self._loaded = set[tuple[int, int | None]]()  # to be freed on the host
         ranks, self._last = schedule.stage_rank, schedule.num_stages - 1
         self._shared = {0, self._last} if price.shared_ends else set()
         self._local = {s for s in range(self._last) if ranks[s] == ranks[s + 1] == rank}
@@ -71,6 +72,19 @@ class RankMemory:
                 0, self.activations, sum(price.memory[stage].whole for stage in stages)
             ),
         }
+
+    def begin(self, stage: int, op: Op, microbatch: int | None) -> None:
+        """Note what an action does to the host's memory before it runs."""
+        if op is Op.LOAD:
+            self._loaded.add((stage, microbatch))
+        elif self._loaded and op in _BACKWARDS and (stage, microbatch) in self._loaded:
+            self._loaded.remove((stage, microbatch))
+            self.host -= self._memory[stage].sent
+
+    def left(self, index: int, op: Op) -> MemoryChange:
+        """What the action at this place leaves."""
+        now = self.unsharded, self.gradients, self.activations, self.copy
+        return MemoryChange(index, op in GROWING, *now)
 
     def _unshard(self, stage: int) -> None:
         self._due.add(stage)
@@ -285,12 +299,21 @@ def peak_memory(plan: Plan, price: StepBytes) -> tuple[MemoryBytes, ...]:
 def rank_peak(plan: Plan, price: StepBytes, rank: int) -> MemoryBytes:
     """Bytes by kind at the peak of one pipeline rank."""
     most, fullest, state = -1, _EMPTY, RankMemory(plan, price, rank)
-    for change in _changes(plan, price, rank, state):
-        total = change[2] + change[3] + change[4] + change[5]
+    handlers, loads = state.handlers, bool(plan.offloaded_stages)
+    for index, (stage, op, microbatch) in enumerate(plan.schedule.programs[rank]):
+        if op not in handlers:
+            continue
+        if loads:
+            state.begin(stage, op, microbatch)
+        if moment := handlers[op](stage):
+            gradients, activations, workspace = moment
+            total = state.unsharded + gradients + activations + workspace
+            if total > most:
+                most, fullest = total, MemoryChange(index, True, state.unsharded, *moment)
+        total = state.unsharded + state.gradients + state.activations + state.copy
         if total > most:
-            most, fullest = total, change
-    peak = as_memory(plan, price, rank, MemoryChange._make(fullest))
-    return replace(peak, host=state.most_host)
+            most, fullest = total, state.left(index, op)
+    return replace(as_memory(plan, price, rank, fullest), host=state.most_host)
 
 
 def needed_bytes(plan: Plan, price: StepBytes, rank: int) -> int:
@@ -326,33 +349,17 @@ def as_memory(plan: Plan, price: StepBytes, rank: int, change: MemoryChange) -> 
 def walk(plan: Plan, price: StepBytes, rank: int) -> Iterator[MemoryChange]:
     """The changes of a rank: for every action that changes memory, its fullest moment and what it
     leaves."""
-    return map(MemoryChange._make, _changes(plan, price, rank, RankMemory(plan, price, rank)))
-
-
-def _changes(plan: Plan, price: StepBytes, rank: int, state: RankMemory) -> Iterator[_Change]:
-    """The fields of every change as plain tuples, because a search reads millions of them."""
-    handlers = state.handlers
-    loaded: set[tuple[int, int | None]] = set()  # what its backward has yet to free on the host
+    state = RankMemory(plan, price, rank)
     yield _EMPTY
     for index, (stage, op, microbatch) in enumerate(plan.schedule.programs[rank]):
-        run = handlers.get(op)
-        if run is None:
-            continue
-        if op is Op.LOAD:
-            loaded.add((stage, microbatch))
-        elif loaded and op in _BACKWARDS and (stage, microbatch) in loaded:
-            loaded.remove((stage, microbatch))
-            state.host -= price.memory[stage].sent
-        moment = run(stage)
-        if moment is not None:
-            yield (index, True, state.unsharded, *moment)
-        yield (
-            index, op in GROWING, state.unsharded, state.gradients, state.activations, state.copy
-        )  # fmt: skip
+        if op in state.handlers:
+            state.begin(stage, op, microbatch)
+            if moment := state.handlers[op](stage):
+                yield MemoryChange(index, True, state.unsharded, *moment)
+            yield state.left(index, op)
 
 
-_Change = tuple[int, bool, int, int, int, int]
 TOO_MANY = 2**60  # bytes
-_EMPTY: _Change = (0, True, 0, 0, 0, 0)
+_EMPTY = MemoryChange(0, True, 0, 0, 0, 0)
 GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B, Op.LOAD})
 _BACKWARDS = NEEDS_PARAMETERS - {Op.FORWARD}

@@ -6,7 +6,6 @@ programs, so that the tuner can price a plan before it builds them. Equal blocks
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
@@ -44,6 +43,7 @@ from zeropp.price.programs import Program, program_of
 from zeropp.schedule.cuts import spread_blocks
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import StageCost
+from zeropp.types.frozen import replace
 from zeropp.types.layout import Layout
 
 
@@ -285,6 +285,7 @@ def _timed_stage(
     return cost, replace(extras, reductions=earlier, hidden_replicas=hidden)
 
 
+@lru_cache(maxsize=1024)
 def stragglers(cluster: Cluster, world: int) -> float:
     """The factor on the compute of a job of ``world`` GPUs: the expected time of its slowest node,
     divided by that of a single node, on which the constants were measured. Compute times are taken
@@ -328,18 +329,25 @@ def _ends_of(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
 
 
 def pass_times(plan: SizedPlan, cluster: Cluster) -> tuple[tuple[float, float, float], ...]:
-    """As ``passes_s``, for a plan on a cluster."""
+    """As ``passes_s``, for a plan on a cluster, on the slowest of its nodes."""
     work = work_of(plan, cluster)
-    return passes_s(plan, work, tensor_times(plan, cluster, work))
+    slowest = stragglers(cluster, plan.layout.world)
+    return passes_s(plan, work, tensor_times(plan, cluster, work), slowest)
 
 
 def passes_s(
-    plan: SizedPlan, work: Work, tensor: TensorTimes
+    plan: SizedPlan, work: Work, tensor: TensorTimes, slowest: float = 1.0
 ) -> tuple[tuple[float, float, float], ...]:
     """Seconds of every stage's forward, input gradient and weight gradient, in which transfers, if
-    they block compute, are left out."""
+    they block compute, are left out. Compute takes ``slowest`` times as long, collectives do
+    not."""
     return _passes_s(
-        work, tensor, cuts=plan.cuts, blocks=plan.blocks, recomputed=plan.recomputed_per_stage
+        work,
+        tensor,
+        slowest,
+        cuts=plan.cuts,
+        blocks=plan.blocks,
+        recomputed=plan.recomputed_per_stage,
     )
 
 
@@ -347,6 +355,7 @@ def passes_s(
 def _passes_s(
     work: Work,
     tensor: TensorTimes,
+    slowest: float,
     *,
     cuts: tuple[int, ...],
     blocks: tuple[int, ...],
@@ -358,6 +367,9 @@ def _passes_s(
     for (begin, end), count, repeated in zip(pairwise(cuts), blocks, recomputed, strict=True):
         ends = [plain.embedding] * (begin == 0) + [plain.head] * (end == cuts[-1])
         outside = len(ends) * tensor.collective + tensor.logits * (end == cuts[-1])
+        waits = count * tensor.forward + outside
+        waits_back = count * tensor.backward + repeated * tensor.again
+        waits_back += len(ends) * tensor.collective
         forward = count * times.block.forward + outside
         input_ = (count - repeated) * plain.block.backward_input + len(ends) * tensor.collective
         input_ += repeated * times.block.backward_input
@@ -369,7 +381,9 @@ def _passes_s(
                 weight += piece.backward_weight
             else:
                 input_ += piece.backward_weight
-        passes.append((start + forward, start + input_, start + weight))
+        forward += (slowest - 1) * (forward - waits)
+        input_ += (slowest - 1) * (input_ - waits_back)
+        passes.append((start + forward, start + input_, start + slowest * weight))
     return tuple(passes)
 
 

@@ -12,7 +12,7 @@ do the same at the same time, so one of them is simulated, at the speed of the j
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from zeropp.price import price_plan
@@ -23,6 +23,7 @@ from zeropp.price.plan_price import PlanPrice, StageExtras
 from zeropp.schedule.event_loop import EventResult, run, run_within
 from zeropp.schedule.plan import MemoryBytes, Plan
 from zeropp.schedule.program import COMPUTE, Op, StageCost
+from zeropp.types.frozen import replace
 from zeropp.types.timeline import Timeline
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from zeropp.schedule.legality import validate
 from zeropp.schedule.passes import with_step_end
 from zeropp.schedule.program import Schedule, ScheduleSizes, StepEnd
+from zeropp.types.frozen import replace
 from zeropp.types.layout import Layout
 from zeropp.types.literals import Offloaded, Precision, Recompute, ReduceEvery, WireType
 from zeropp.types.shape import ModelShape

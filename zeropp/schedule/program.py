@@ -360,6 +360,12 @@ class Schedule(ScheduleSizes):
         plans that differ in other degrees share them."""
         return {}
 
+    @cached_property
+    def lone(self) -> dict[tuple[object, ...], Schedule]:
+        """Programs of single ranks with what was asked for (``zeropp.choose.bounds.order_peak``),
+        which many plans share, too."""
+        return {}
+
     def to_csv(self) -> str:
         """The CSV form that torch reads and writes: one line per rank, one action per cell."""
         out = io.StringIO()

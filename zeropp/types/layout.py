@@ -57,17 +57,17 @@ class Layout:
     sequence_parallel: bool = False
     placement: Placement = "dp_inner"
 
-    @property
+    @cached_property
     def dp(self) -> int:
         """Data-parallel ranks: each of them trains on other sequences."""
         return self.shard * self.replicate
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Ranks among which the parameters of a ZeRO-3 group are divided, and gathered."""
         return prod(getattr(self, axis) for axis in self.shard_axes)
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Ranks that have the same part of the parameters."""
         return self.dp * self.context // self.shards
@@ -82,12 +82,12 @@ class Layout:
         """The axes over which gradients are all-reduced."""
         return ("replicate", "context") if self.context_copies else ("replicate",)
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Number of ranks."""
         return self.tp * self.pp * self.dp * self.context
 
-    @property
+    @cached_property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """(axis, size) from the outermost axis to the innermost: the shape of the device mesh."""
         pp, tp = ("pp", self.pp), ("tp", self.tp)
