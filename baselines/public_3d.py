@@ -396,7 +396,7 @@ def _offloads(
     if not isinstance(asked, SlicingKnobs):
         yield {}
         return
-    whole = fsdp.eighths(layers - 1) if (point.degrees.pp, recompute) == (1, "none") else ()
+    whole = (layers - 1,) if (point.degrees.pp, recompute) == (1, "none") else ()
     modules = ("none", "attention")[: 2 if recompute != "full" and has_host(cluster) else 1]
     for sent in offload_choices(asked.offload_blocks, whole, cluster):
         for part in choices(asked.offload_modules, modules[: 1 if sent else None]):

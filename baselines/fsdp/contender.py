@@ -233,11 +233,6 @@ def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-def eighths(most: int) -> tuple[int, ...]:
-    """Numbers of offloaded blocks to try: what fits with fewer takes less of the link."""
-    return tuple(most * part // 8 for part in range(1, 9))
-
-
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "mlp", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 
@@ -246,7 +241,7 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     """All knobs to try at a point. A single microbatch has nothing to gain from gradients that are
     summed before they are reduced."""
     asked, degrees, layers = point.asked, point.degrees, point.task.shape.layers
-    numbers = eighths(layers - isinstance(asked, MegatronFSDPKnobs))  # which keeps one at least
+    most = layers - isinstance(asked, MegatronFSDPKnobs)  # which keeps one at least
     recomputed = recompute_choices(asked.recompute, asked.recompute_blocks, _RECOMPUTE, layers)
     # Parameters that are not sharded take no time to gather, and after a single microbatch's
     # backward a release does nothing.
@@ -256,7 +251,7 @@ def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
         wire_choices(asked.reduce_dtype, point.task.precision),
         choices(asked.reshard_after_forward, again),
         choices(asked.reshard_after_backward, again if point.num_microbatches > 1 else (True,)),
-        offload_choices(asked.offload_blocks, numbers, point.task.cluster),
+        offload_choices(asked.offload_blocks, (most,), point.task.cluster),
         list(recomputed),
     ):
         yield at_degrees(

@@ -18,7 +18,8 @@ from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, PRICED
 from benchmarks.specification.progress import progress_line
 from zeropp.choose.contender import describe
-from zeropp.choose.search import Evaluated, search
+from zeropp.choose.outcome import Evaluated
+from zeropp.choose.search import search
 from zeropp.choose.task import Candidate
 from zeropp.price import model_flops_per_token
 from zeropp.price.simulator import SimResult

@@ -24,7 +24,7 @@ from benchmarks.report.searches import Best
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, program_label
 from zeropp.choose.contender import describe, overrides
-from zeropp.choose.search import Evaluated
+from zeropp.choose.outcome import Evaluated
 from zeropp.choose.task import MEMORY_MARGIN, Candidate, Task
 from zeropp.price.memory import reserved_bytes
 from zeropp.price.programs import program_named

@@ -32,7 +32,8 @@ from benchmarks.specification.contenders import ROWS, Compared, candidate_in
 from benchmarks.specification.progress import progress_line
 from zeropp.choose.bounds import least_bytes, least_step_s
 from zeropp.choose.contender import Contender, describe
-from zeropp.choose.search import Evaluated, Outcome, search
+from zeropp.choose.outcome import Evaluated, Outcome
+from zeropp.choose.search import search
 from zeropp.choose.task import Candidate, Task
 from zeropp.types.data import DATA
 from zeropp.types.layout import InfeasibleError

@@ -28,7 +28,7 @@ from benchmarks.specification.contenders import (
 from benchmarks.specification.reading import preset, validated
 from benchmarks.verdict.given_settings import GIVEN
 from zeropp.choose.contender import Contender, describe
-from zeropp.choose.search import Evaluated
+from zeropp.choose.outcome import Evaluated
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
 from zeropp.types.literals import AT_LEAST_0, FROM_0_TO_1, MORE_THAN_0, Precision, Settings

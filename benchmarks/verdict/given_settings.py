@@ -14,7 +14,7 @@ from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeed3DKnobs
 from baselines.megatron_core.contender import MEGATRON_CORE, MegatronCoreKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from zeropp.choose.contender import Contender
-from zeropp.choose.search import Evaluated
+from zeropp.choose.outcome import Evaluated
 from zeropp.choose.task import Candidate, Knobs, Task
 from zeropp.types.layout import divisors
 

@@ -17,7 +17,8 @@ from benchmarks.specification.contenders import PRICED, ROWS
 from benchmarks.validation.rows import METRICS, SPEEDS, PublishedRow, read_rows, training_tables
 from benchmarks.validation.stated import preset_of
 from zeropp.choose.bounds import least_bytes
-from zeropp.choose.search import Outcome, _Search
+from zeropp.choose.outcome import Outcome
+from zeropp.choose.search import _Search
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.programs import program_named
 

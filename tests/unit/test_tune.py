@@ -402,7 +402,7 @@ def test_what_shorter_steps_tell_is_no_more_than_a_long_one_takes(name: str) -> 
             price = price_plan(plan, what.cluster)
             steps = Steps(contender=contender, limit_bytes=2**60, asks_cap=False)
             told = steps.told(plan, price)
-            real = steps.fastest(plan, price, inf)
+            real, _ = steps.fastest(plan, price, inf)
             assert told is not None
             assert real is not None
             assert told[1] <= real.step_s

@@ -29,10 +29,10 @@ planned to its end.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count
 from math import inf
 from typing import Any, Generic, cast
@@ -47,6 +47,7 @@ from zeropp.choose.bounds import (
 from zeropp.choose.budget import Budget
 from zeropp.choose.contender import Contender
 from zeropp.choose.offloading import Offloading, offloads_some
+from zeropp.choose.outcome import Evaluated, Outcome
 from zeropp.choose.space import (
     SearchPoint,
     compute_knobs,
@@ -59,8 +60,7 @@ from zeropp.choose.space import (
 from zeropp.choose.steps import Steps
 from zeropp.choose.task import Candidate, K, Task
 from zeropp.price import PlanPrice, StepBytes, StepTimes
-from zeropp.price.simulator import SimResult
-from zeropp.schedule.plan import Plan, SizedPlan
+from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import collector_paused
 from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError
@@ -194,9 +194,7 @@ class Member(Family[K]):
             return [*search.begun(self)] or search.offloading_more(self)
         if not self.is_told:
             return search.told(self)
-        before = search.outcome.winner
-        search.evaluate(self)
-        return search.follow(self.alike) if search.outcome.winner is not before else ()
+        return search.evaluate(self)
 
 
 _DEFERRED = 3e-7  # by which share of its bound a candidate is deferred, per forward
@@ -207,82 +205,6 @@ _SETTLED = 3  # told steps that are simulated after a search was cut
 _CLIMBS = 1e-4  # share of a step by which what is beside the winner must be faster
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
-
-
-@dataclass(frozen=True)
-class Evaluated(Generic[K]):
-    """A candidate that was simulated, in the fastest order of its contender's planner."""
-
-    candidate: Candidate[K]
-    result: SimResult
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, with its programs."""
-        return self.result.plan
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of one step."""
-        return self.result.step_s
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of the fullest rank in bytes."""
-        return self.result.peak_bytes
-
-    @property
-    def degrees(self) -> tuple[object, ...]:
-        """The degrees, in which winner and runner-up must differ."""
-        layout, order = self.plan.layout, self.plan.schedule
-        degrees = (layout.pp, layout.tp, layout.context, layout.shard, layout.replicate)
-        return (*degrees, layout.chunks, order.name, self.plan.recompute)
-
-
-@dataclass
-class Outcome(Generic[K]):
-    """The result of a search. ``rejected`` counts families and members by the reason why they were
-    dropped."""
-
-    task: Task
-    contender: Contender[K]
-    _: KW_ONLY
-    winner: Evaluated[K] | None = None
-    runner_up: Evaluated[K] | None = None
-    rejected: Counter[str] = field(default_factory=Counter)
-    simulated: int = 0
-    is_complete: bool = True  # False: the budget ended the search
-    bound_s: float = float("inf")  # the least that a plan takes which the budget left untried
-
-    @property
-    def gap(self) -> float:
-        """The share by which a plan may be faster than the winner: 0 of a complete search, 1 where
-        one that was cut has found nothing."""
-        if self.winner is None:
-            return float(not self.is_complete)
-        return max(0.0, 1.0 - self.bound_s / self.winner.step_s)
-
-    def offer(self, new: Evaluated[K]) -> None:
-        """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
-        if self.winner is None or new.step_s < self.winner.step_s:
-            if self.winner is not None and self.winner.degrees != new.degrees:
-                self.runner_up = self.winner
-            self.winner = new
-        elif new.degrees != self.winner.degrees and (
-            self.runner_up is None or new.step_s < self.runner_up.step_s
-        ):
-            self.runner_up = new
-
-    def to_beat(self, runner_up: bool) -> float:
-        """The step time above which a configuration need not be tried: the winner's, once there is
-        a runner-up if one is wanted."""
-        enough = self.winner and (self.runner_up or not runner_up)
-        return self.winner.step_s if self.winner and enough else float("inf")
-
-    def slowest(self, runner_up: bool) -> float:
-        """The step time from which on a configuration that was simulated changes nothing."""
-        last = self.runner_up if runner_up else self.winner
-        return last.step_s if last else float("inf")
 
 
 @collector_paused()
@@ -401,7 +323,7 @@ class _Search(Generic[K]):
             candidate = replace(best.candidate, knobs=knobs)
             plan = self.contender.size(self.task, knobs, candidate.microbatch_size)
             price = self.contender.prices.of(plan, self.task.cluster)
-            if found := self._evaluated(candidate, plan, price, limit_s):
+            if found := self._evaluated(candidate, plan, price, limit_s)[0]:
                 self.outcome.winner, enough = found, number
             else:
                 too_few = number
@@ -686,28 +608,32 @@ class _Search(Generic[K]):
             bound_s = max(entry.bound_s, least_step_s(plan, entry.price))
             yield replace(entry, candidate=candidate, plan=plan, bound_s=bound_s)
 
-    def evaluate(self, entry: Member[K]) -> None:
-        """Simulate a member; its fastest order that fits on all ranks counts."""
+    def evaluate(self, entry: Member[K]) -> Iterable[Family[K]]:
+        """Simulate a member; its fastest order that fits on all ranks counts. What replaces it."""
         outcome = self.outcome
         if entry.plan in self._evaluated_plans:
-            return
+            return ()
         self._evaluated_plans.add(entry.plan)
         slowest_s = outcome.slowest(self._wants_runner_up)
-        found = self._evaluated(entry.candidate, entry.plan, entry.price, slowest_s)
+        found, too_large = self._evaluated(entry.candidate, entry.plan, entry.price, slowest_s)
         outcome.simulated += 1
+        before = outcome.winner
         if found:
             outcome.offer(found)
         elif slowest_s == inf:
             outcome.rejected[OOM] += 1
+        more = self.offloading_more(entry) if too_large else ()
+        return self.follow(entry.alike) if outcome.winner is not before else more
 
     def _evaluated(
         self, candidate: Candidate[K], plan: SizedPlan, price: PlanPrice, slowest_s: float
-    ) -> Evaluated[K] | None:
-        """A candidate with the cap with which it fits; None if it takes ``slowest_s`` or more."""
-        best = self.steps.fastest(plan, price, slowest_s)
+    ) -> tuple[Evaluated[K] | None, bool]:
+        """A candidate with the cap with which it fits, None if it takes ``slowest_s`` or more; and
+        whether it takes less, but more memory than there is."""
+        best, too_large = self.steps.fastest(plan, price, slowest_s)
         if best is None:
-            return None
+            return None, too_large
         knobs = candidate.knobs
         if best.plan.activation_cap != plan.activation_cap:
             knobs = replace(knobs, activation_cap=best.plan.activation_cap)
-        return Evaluated(replace(candidate, knobs=knobs), best)
+        return Evaluated(replace(candidate, knobs=knobs), best), False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from zeropp.choose.bounds import exceeds, largest_cap, least_of_order_s, order_peak
 from zeropp.choose.contender import Contender
@@ -86,7 +86,7 @@ class Steps:
             )
             told = []
             for result, *orders in zip(results, less, more, strict=False):
-                if result is None:
+                if not result:
                     continue
                 shorter, longer = (
                     simulate_within(order.complete(), price, inf) for order in orders
@@ -101,26 +101,29 @@ class Steps:
                 best = replace(plan, activation_cap=short.activation_cap), min(told) * (1 - _TOLD)
         return best
 
-    def fastest(self, plan: SizedPlan, price: PlanPrice, slowest_s: float) -> SimResult | None:
-        """The step in its fastest order that fits on all ranks; None if none takes less than
-        ``slowest_s``."""
-        best = None
+    def fastest(
+        self, plan: SizedPlan, price: PlanPrice, slowest_s: float
+    ) -> tuple[SimResult | None, bool]:
+        """The step in its fastest order that fits on all ranks, None if none takes less than
+        ``slowest_s``; and whether an order that does take less is too large."""
+        best, too_large = None, False
         for _, results in self._tried(plan, price, slowest_s):
-            for result in filter(None, results):
-                if result.step_s < slowest_s:
+            too_large |= False in results
+            for result in results:
+                if result and result.step_s < slowest_s:
                     best, slowest_s = result, result.step_s
-        return best
+        return best, too_large
 
     def _tried(
         self, plan: SizedPlan, price: PlanPrice, slowest_s: float
-    ) -> Iterator[tuple[SizedPlan, list[SimResult | None]]]:
+    ) -> Iterator[tuple[SizedPlan, list[SimResult | Literal[False] | None]]]:
         """The plan with its cap, and with lower ones as long as some order does not fit, each with
-        the simulated step of every order; None for one that does not fit, or takes ``slowest_s`` or
-        the time of another."""
+        the simulated step of every order; None for one that takes ``slowest_s`` or the time of
+        another, False for one that does not fit."""
         lower: SizedPlan | None = plan
         while lower is not None:
             plan, lower = lower, None
-            results: list[SimResult | None] = []
+            results: list[SimResult | Literal[False] | None] = []
             too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self.limit_bytes)
             actions = 0  # of the first rank
             for draft in self.contender.orders(plan, price.stages, too_large):
@@ -133,6 +136,7 @@ class Steps:
                 if order and made < actions:  # the beginning of one too large
                     peak, rank = order_peak(order, plan, price, {0, order.num_ranks - 1})
                     lower = lower or self._lower(plan, order, price, rank, peak)
+                    results[-1] = False
                     continue
                 # Most orders that win nothing are told sooner by their time than by their bytes.
                 whole = draft.complete()
@@ -141,6 +145,7 @@ class Steps:
                     continue
                 if full := self._fullest(whole, price):
                     lower = lower or self._lower(plan, whole.schedule, price, *full)
+                    results[-1] = False
                     continue
                 results[-1] = result
                 if slowest_s < inf:
