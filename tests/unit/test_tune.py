@@ -114,9 +114,9 @@ def test_where_one_wins_those_that_share_its_compute_follow(
     shards: list[int] = []
     evaluate = _Search.evaluate
 
-    def counted(self: Any, entry: Any) -> None:
+    def counted(self: Any, entry: Any) -> Any:
         shards.append(entry.candidate.knobs.shard)
-        evaluate(self, entry)
+        return evaluate(self, entry)
 
     monkeypatch.setattr(_Search, "evaluate", counted)
     asked = ZeroppKnobs(pp=2, context=1, placement="dp_inner", unit=2, recompute="none")
