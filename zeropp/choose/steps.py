@@ -137,7 +137,7 @@ class Steps:
                 # Most orders that win nothing are told sooner by their time than by their bytes.
                 whole = draft.complete()
                 result = simulate_within(whole, price, slowest_s)
-                if result is None:
+                if result is None or result.step_s >= slowest_s:
                     continue
                 if full := self._fullest(whole, price):
                     lower = lower or self._lower(plan, whole.schedule, price, *full)
