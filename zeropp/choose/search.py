@@ -315,15 +315,6 @@ def _shards(family: Family[K]) -> tuple[int, int]:
     return getattr(knobs, "shard", 1), getattr(knobs, "replicate_zero", 0)
 
 
-def _queue(
-    entries: Iterable[Family[K]],
-) -> list[tuple[tuple[int, float, int], Family[K]]]:
-    """A heap of entries, each behind its place."""
-    queue = [(entry.place, entry) for entry in entries]
-    heapq.heapify(queue)
-    return queue
-
-
 class _Search(Generic[K]):
     """One search, with its queue of entries; the lowest bound is first."""
 
@@ -425,12 +416,13 @@ class _Search(Generic[K]):
         climbs: bool = False,
     ) -> list[Family[K]]:
         """Open the first entry again and again; returns what is left when the time is over."""
-        outcome, queue = self.outcome, _queue(roots)
+        outcome, queue = self.outcome, sorted((root.place, root) for root in roots)
         wants = self._wants_runner_up and not climbs
         while queue or self._others:
             to_beat = outcome.to_beat(wants) * (1.0 - tolerance)
             if not queue:
-                queue = _queue(chain.from_iterable(map(self.follow, self._may_win(to_beat))))
+                waited = map(self.follow, self._may_win(to_beat))
+                queue = sorted((entry.place, entry) for entry in chain.from_iterable(waited))
                 continue
             _, entry = heapq.heappop(queue)
             if entry.bound_s >= to_beat:
@@ -445,7 +437,8 @@ class _Search(Generic[K]):
                 self._forget()
                 return rest
             elif outcome.winner is None and not climbs and budget.hurries():
-                queue = _queue(self._recomputed_first([entry, *(other for _, other in queue)]))
+                entries = [entry, *(other for _, other in queue)]
+                queue = sorted((first.place, first) for first in self._recomputed_first(entries))
             else:
                 try:
                     for child in entry.opened(self):
@@ -581,8 +574,9 @@ class _Search(Generic[K]):
         if same not in self._of_passes:
             with suppress(InfeasibleError):  # which is counted where the plan is asked for
                 plan = self.contender.size(self.task, candidate.knobs, candidate.microbatch_size)
-                passes = self.contender.prices.passes(plan, self.task.cluster)
-                self._of_passes[same] = least_compute_s(plan, passes)
+                self._of_passes[same] = least_compute_s(
+                    plan, self.contender.prices.passes(plan, self.task.cluster)
+                )
         self._bounds[alike] = self._of_passes.get(same, self._bounds.get(alike, 0.0))
         return self._bounds[alike]
 

@@ -4,7 +4,7 @@ and the time of a long step by two shorter ones."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -18,7 +18,6 @@ from zeropp.schedule.legality import live_activations
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import Schedule
 from zeropp.schedule.zeropp_order import smallest_cap
-from zeropp.types.frozen import replace
 
 _FILLED = 2  # units in which a rank fills its memory
 _REPEATS = 3  # periods of a step after which it repeats itself
