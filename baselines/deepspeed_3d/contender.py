@@ -7,7 +7,7 @@ without one its ordinary engine. ``deepspeed_3d`` always has a pipeline and tens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -40,7 +40,6 @@ from zeropp.schedule.build import build
 from zeropp.schedule.passes import add_offload
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import Action, Op, RankProgram, Schedule, loop_placement, unordered
-from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError, Layout, microbatches_per_step
 from zeropp.types.literals import (
     AT_LEAST_1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal, cast
 
@@ -23,7 +23,6 @@ from zeropp.choose.task import Task
 from zeropp.price.programs import program_named
 from zeropp.schedule.plan import SizedPlan
 from zeropp.schedule.program import loop_placement, unordered
-from zeropp.types.frozen import replace
 from zeropp.types.layout import InfeasibleError, microbatches_per_step
 from zeropp.types.literals import AT_LEAST_0, AT_LEAST_1, Auto, WireType, if_auto
 

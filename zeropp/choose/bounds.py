@@ -533,7 +533,6 @@ def _in_turn_s(
     backwards."""
     unit = plan.schedule.unit
     whole, rest = divmod(plan.num_microbatches, unit)
-    least = rest or unit  # the smallest unit
     first, last = stages[0], stages[-1]
     turned = latency.turn - latency.to[last] + latency.backward[-1]
     turned += latency.back[-1] - latency.back[last] - latency.backward[last]
@@ -542,7 +541,7 @@ def _in_turn_s(
         for of in (forwards, backwards)
     )
     ahead = forwards_s - forwards.seconds(unit)
-    after = ahead + forwards.until_last(least) + backwards.seconds(least)
+    after = ahead + forwards.until_last(rest or unit) + backwards.seconds(rest or unit)
     begun = latency.to[last] - latency.to[first] + backwards_s
     return latency.to[first] + turned + max(after, begun) + latency.back[first] + latency.weight[0]
 

@@ -91,12 +91,11 @@ class Family(Generic[K]):
     forwards: int = 0  # of the step that is simulated, where that takes long
     turn: int = 0  # those of a lower turn come first, whatever their bounds
 
-    def __lt__(self, other: Family[K]) -> bool:
-        """Whether this entry comes first: by its turn, by its bound, or as the older one. One that
-        takes long to simulate comes a little later."""
-        mine = self.bound_s * (1 + _DEFERRED * self.forwards)
-        others = other.bound_s * (1 + _DEFERRED * other.forwards)
-        return (self.turn, mine, self.number) < (other.turn, others, other.number)
+    @property
+    def place(self) -> tuple[int, float, int]:
+        """The place in the queue: by turn, by bound, the older one first. An entry that takes long
+        to simulate comes a little later."""
+        return self.turn, self.bound_s * (1 + _DEFERRED * self.forwards), self.number
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
         """The entries that replace this one: the family with the bound of its own compute, then, if
@@ -283,7 +282,7 @@ class _Search(Generic[K]):
         if rest:
             self.outcome.is_complete = False
             told = (e for e in rest if isinstance(e, Member) and e.is_told)
-            for entry in heapq.nsmallest(_SETTLED, told):
+            for entry in sorted(told, key=lambda e: e.place)[:_SETTLED]:
                 if entry.bound_s < self.outcome.to_beat(runner_up=False):
                     self.evaluate(entry)
         if self._climbs:
@@ -342,33 +341,33 @@ class _Search(Generic[K]):
         climbs: bool = False,
     ) -> list[Family[K]]:
         """Open the first entry again and again; returns what is left when the time is over."""
-        outcome, queue = self.outcome, [*roots]
-        heapq.heapify(queue)
+        outcome, queue = self.outcome, sorted((root.place, root) for root in roots)
         wants = self._wants_runner_up and not climbs
         while queue or self._others:
             to_beat = outcome.to_beat(wants) * (1.0 - tolerance)
             if not queue:
-                queue = [*chain.from_iterable(map(self.follow, self._may_win(to_beat)))]
-                heapq.heapify(queue)
+                waited = map(self.follow, self._may_win(to_beat))
+                queue = sorted((entry.place, entry) for entry in chain.from_iterable(waited))
                 continue
-            entry = heapq.heappop(queue)
+            _, entry = heapq.heappop(queue)
             if entry.bound_s >= to_beat:
                 outcome.rejected[SLOWER] += 1
             elif entry.alike in self._too_many_activations and type(entry) in (Family, Priced):
                 outcome.rejected[OOM] += 1
             elif budget.is_over(found=outcome.winner is not None, climbs=climbs):
-                rest = [entry, *queue]
+                rest = [entry, *(other for _, other in queue)]
                 if not climbs:
                     bounds = (self._bounds[alike] for alike in self._may_win(inf))
                     outcome.bound_s = min([*bounds, *(entry.bound_s for entry in rest)])
                 self._forget()
                 return rest
             elif outcome.winner is None and not climbs and budget.hurries():
-                queue = self._recomputed_first([entry, *queue])
+                entries = [entry, *(other for _, other in queue)]
+                queue = sorted((first.place, first) for first in self._recomputed_first(entries))
             else:
                 try:
                     for child in entry.opened(self):
-                        heapq.heappush(queue, child)
+                        heapq.heappush(queue, (child.place, child))
                 except InfeasibleError as error:
                     outcome.rejected[error.kind] += 1
         self._forget()
@@ -418,8 +417,8 @@ class _Search(Generic[K]):
         return families
 
     def _recomputed_first(self, queue: list[Family[K]]) -> list[Family[K]]:
-        """The queue with those first that recompute the most blocks in full, of these those of the
-        fewest sequences per microbatch: most of what fits is there, where little does."""
+        """The entries with those first that recompute the most blocks in full, of these those of
+        the fewest sequences per microbatch: most of what fits is there, where little does."""
         sized = []
         unrooted = (e.opened(self) if isinstance(e, Root) else (e,) for e in queue)
         for entry in chain.from_iterable(unrooted):
@@ -428,9 +427,7 @@ class _Search(Generic[K]):
                 size = (blocks, -entry.candidate.microbatch_size)
                 sized.append((size, replace(entry, plan=plan)))
         most = max((size for size, _ in sized), default=None)
-        queue = [replace(entry, turn=-(size == most)) for size, entry in sized]
-        heapq.heapify(queue)
-        return queue
+        return [replace(entry, turn=-(size == most)) for size, entry in sized]
 
     def _roots(self, asked: K, microbatch_size: int | Auto) -> Iterator[Root[K]]:
         """All families within ``asked`` that have the most shards of their group of points, or the
@@ -502,8 +499,9 @@ class _Search(Generic[K]):
         if same not in self._of_passes:
             with suppress(InfeasibleError):  # which is counted where the plan is asked for
                 plan = self.contender.size(self.task, candidate.knobs, candidate.microbatch_size)
-                passes = self.contender.prices.passes(plan, self.task.cluster)
-                self._of_passes[same] = least_compute_s(plan, passes)
+                self._of_passes[same] = least_compute_s(
+                    plan, self.contender.prices.passes(plan, self.task.cluster)
+                )
         self._bounds[alike] = self._of_passes.get(same, self._bounds.get(alike, 0.0))
         return self._bounds[alike]
 

@@ -4,7 +4,7 @@ and the time of a long step by two shorter ones."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from zeropp.schedule.legality import live_activations
 from zeropp.schedule.plan import Plan, SizedPlan
 from zeropp.schedule.program import Schedule
 from zeropp.schedule.zeropp_order import smallest_cap
-from zeropp.types.frozen import replace
 
 _FILLED = 2  # units in which a rank fills its memory
 _REPEATS = 3  # periods of a step after which it repeats itself
@@ -141,7 +140,7 @@ class Steps:
                 # Most orders that win nothing are told sooner by their time than by their bytes.
                 whole = draft.complete()
                 result = simulate_within(whole, price, slowest_s)
-                if result is None:
+                if result is None or result.step_s >= slowest_s:
                     continue
                 if full := self._fullest(whole, price):
                     lower = lower or self._lower(plan, whole.schedule, price, *full)

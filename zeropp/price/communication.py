@@ -186,7 +186,7 @@ _CAST = _FP32 + 2  # bytes to read an fp32 number and to write a 16-bit one
 
 def stage_parameters(plan: SizedPlan, stage: int) -> float:
     """Parameters of a stage on one rank, without ZeRO."""
-    return sum(_pieces(plan, stage))
+    return sum(_sizes(plan.shape, plan.layout.tp, 0, *plan.cuts[stage : stage + 2]))
 
 
 def collectives_of(plan: SizedPlan, program: Program, stage: int) -> tuple[float, ...]:
@@ -194,16 +194,17 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> tuple[float
     collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
     whose gradients may be delayed, or several, one for other parameters, and one for a parameter
     that two pipeline ranks share (``zeropp/engine/sharding.py``)."""
-    return _pieces(plan, stage, plan.parts_of(stage) if program.flat_chunks else 0)
-
-
-def _pieces(plan: SizedPlan, stage: int, parts: int = 0) -> tuple[float, ...]:
-    """Parameters of a stage's pieces on one rank, or, with ``parts``, of its flat buffers."""
-    return _sizes(plan.shape, plan.layout.tp, parts, *plan.cuts[stage : stage + 2])
+    return _sizes(
+        plan.shape,
+        plan.layout.tp,
+        plan.parts_of(stage) if program.flat_chunks else 0,
+        *plan.cuts[stage : stage + 2],
+    )
 
 
 @lru_cache(maxsize=16384)
 def _sizes(shape: ModelShape, tp: int, parts: int, begin: int, end: int) -> tuple[float, ...]:
+    """As ``collectives_of``; without ``parts``, one per piece."""
     pieces = tuple(piece_parameters(shape, piece) / tp for piece in range(begin, end))
     if not parts:
         return pieces
@@ -400,7 +401,7 @@ def gather_updated_s(
     if program.updated == "broadcasts":  # each goes once round a ring
         seconds += (ranks - 1) * (start_s(cluster, among) + hops_s(cluster, among))
     elif program.updated == "slices":
-        pieces = sum(len(_pieces(plan, stage)) for stage in stages)
+        pieces = sum(len(plan.pieces_of(stage)) for stage in stages)
         seconds += tensors_of(work) * pieces * ranks * work.launch_s
     return seconds
 
