@@ -458,6 +458,31 @@ def test_a_head_with_a_weight_of_its_own_is_not_tied() -> None:
     assert (tied is None, huggingface.layers(model).tied) == (False, None)
 
 
+def test_a_folder_with_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
+    model: Any = made("qwen3")
+    model.save_pretrained(tmp_path)
+    assert huggingface.layers(tmp_path).tied is not None
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    layers: Any = huggingface.layers(tmp_path)
+    assert layers.tied is None
+    head = dict(layers[-1]().named_parameters())["whole.lm_head.weight"]
+    assert torch.equal(head.double(), model.lm_head.weight.float().double())
+
+
+def test_modes_of_a_model_are_kept_unless_all_of_it_is_evaluated() -> None:
+    model: Any = made("llama").eval()
+    layers: Any = huggingface.layers(model)
+    assert all(part.training for layer in layers for part in layer.modules())
+    model.train().model.layers[1].mlp.eval()
+    layers = huggingface.layers(model)
+    modes = [{part.training for part in layer.modules()} for layer in layers]
+    assert modes == [{True}, {True}, {True, False}, {True}, {True}, {True}]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_that_was_moved_to_meta_is_tied_as_its_config_says(tied: bool) -> None:
     moved: Any = made("qwen3", tied)

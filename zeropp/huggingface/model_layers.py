@@ -300,7 +300,9 @@ def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers
     ``model`` is the folder of a model that ``save_pretrained`` has written, and each rank then
     reads the layers that it holds; or a model, whose modules are taken as they are; or a model that
     was made on the meta device, whose parameters are then drawn from ``seed`` layer by layer; or a
-    model with an adapter of peft. Parameters from a folder are fp32, whatever they are there.
+    model with an adapter of peft. Parameters from a folder are fp32, whatever they are there. A
+    model in evaluation mode, in which ``from_pretrained`` gives it, is set to training mode; the
+    modules of any other keep their modes.
 
     Raises InfeasibleError for a model that ``find_cut`` cannot cut, or whose adapter could not be
     written.
@@ -319,9 +321,15 @@ def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers
         kind: Any = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
         with torch.device("meta"):
             skeleton = kind.from_config(config, dtype=torch.float32)
-        fill = _Reader(skeleton, files).read
+            reader = _Reader(skeleton, files)
+            if reader.has_own_head():
+                config.tie_word_embeddings = False
+                skeleton = kind.from_config(config, dtype=torch.float32)
+                reader = _Reader(skeleton, files)
+        fill = reader.read
     cut = find_cut(skeleton)
-    skeleton.train()
+    if not skeleton.training:
+        skeleton.train()
     pieces = cut.pieces(skeleton)
     if not any(parameter.is_meta for parameter in skeleton.parameters()):
         return HuggingFaceLayers(skeleton, pieces, pieces, adapters)
@@ -411,6 +419,18 @@ class _Reader:
             (name, *rename_source_key(name, renamings, converters, prefix, known))
             for name in sorted(files, key=dot_natural_key)
         ]
+
+    def has_own_head(self) -> bool:
+        """Whether the files have another head than embedding, though the configuration ties them:
+        ``transformers`` takes both as they are, too."""
+        model: Any = self._model
+        first = model.get_input_embeddings()
+        ends = f"{next(n for n, x in model.named_modules() if x is first)}.weight", self._tied
+        if not self._tied or all(own != self._tied for _, own, _ in self._sources):
+            return False
+        with torch.device("cpu"):
+            begin, end = (self._values((name,)).get(name) for name in ends)
+        return begin is not None and end is not None and not torch.equal(begin, end)
 
     def read(self, made: Piece, index: int) -> None:
         """Fill the parameters of a layer; raises InfeasibleError for one that no file has."""
