@@ -291,7 +291,7 @@ def error_after_steps(model: ParallelModel, layers: list[nn.Module]) -> float:
 
 LINEARS: dict[str, tuple[Kind, bool]] = {  # whether weight gradients are delayed
     "plain": (linear, True),
-    "Conv1D": (lambda: Conv1D(WIDTH, WIDTH), True),
+    "Conv1D": (lambda: Conv1D(WIDTH, WIDTH), False),
     "subclass": (lambda: ScaledLinear(WIDTH, WIDTH), True),
     "own forward": (lambda: Own(WIDTH, WIDTH), False),
 }
