@@ -4,10 +4,12 @@ into their folders, and with adapters of peft."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from subprocess import run
 from typing import Any
 from unittest import mock
 
@@ -471,6 +473,27 @@ def test_a_folder_with_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
     assert layers.tied is None
     head = dict(layers[-1]().named_parameters())["whole.lm_head.weight"]
     assert torch.equal(head.double(), model.lm_head.weight.float().double())
+
+
+@on_ranks(1)
+def test_a_folder_in_16_bits_comes_back_as_it_was(tmp_path: Path) -> None:
+    came: Any = made("qwen3").bfloat16()
+    came.generation_config.max_new_tokens = 7
+    came.save_pretrained(tmp_path / "in")
+    layers = huggingface.layers(tmp_path / "in")
+    with parallel(layers, sample=batch(0)[0][:MICROBATCH]) as model:
+        layers.save_pretrained(model, tmp_path / "out")
+    back: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert back.generation_config.max_new_tokens == 7
+    for name, one in came.named_parameters():
+        assert torch.equal(one, back.get_parameter(name)), name
+
+
+def test_the_extra_is_named_where_it_is_missing() -> None:
+    code = "import sys; sys.modules['safetensors'] = None; import zeropp.huggingface"
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith("needs safetensors (pip install 'zeropp[huggingface]')"), last
 
 
 def test_modes_of_a_model_are_kept_unless_all_of_it_is_evaluated() -> None:

@@ -531,8 +531,8 @@ class Drawn(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, dtype=torch.float64)
         with torch.no_grad():
-            self.weight[0] += random.random()
-            self.weight[1] += float(np.random.rand())
+            self.weight[0] = random.random()
+            self.weight[1] = float(np.random.rand())
 
 
 def first_values(degrees: dict[str, Any]) -> dict[str, Tensor]:

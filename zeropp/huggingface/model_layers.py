@@ -37,6 +37,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -74,8 +75,11 @@ class HuggingFaceLayers(Sequence[Layer]):
         layers: Sequence[Layer],
         pieces: Sequence[Piece],
         adapters: _Adapters | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """``dtype``: the type that weights came in."""
         self.model, self._layers, self._adapters = model, layers, adapters
+        self._dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
         self._counts = [len(list(piece.parameters())) for piece in pieces]
         self.tied = _tied(model, pieces)
 
@@ -100,8 +104,9 @@ class HuggingFaceLayers(Sequence[Layer]):
     ) -> None:
         """Write a folder that ``from_pretrained`` reads, one file per layer, each as soon as its
         parameters are gathered; all ranks must call it, and see the same folder. ``dtype``: the
-        type of floating-point weights; by default fp32, in which they are trained. Of a model with
-        an adapter of peft, the adapter alone is written, by peft.
+        type of floating-point weights; by default fp32, or the type of 16 bits that they came in.
+        Of a model with an adapter of peft, the adapter alone is written, by peft, in fp32 by
+        default.
 
         The folder holds the old model or the new one at any moment: the new weights have names of
         their own, and the index names them once all are there."""
@@ -111,12 +116,14 @@ class HuggingFaceLayers(Sequence[Layer]):
         )
 
         def cast(value: Tensor) -> Tensor:
-            return (value.to(dtype) if value.is_floating_point() else value).contiguous()
+            return (
+                value.to(dtype or self._dtype) if value.is_floating_point() else value
+            ).contiguous()
 
         if self._adapters is not None:
             self._save_adapter(self._adapters, model, folder, cast)
         else:
-            self._save_model(model, folder, cast, dtype or torch.float32)
+            self._save_model(model, folder, cast, dtype or self._dtype)
         together(lambda: None)
 
     def _save_model(
@@ -154,6 +161,8 @@ class HuggingFaceLayers(Sequence[Layer]):
                 replaced |= {*old["weight_map"].values()}
             with _replacing(folder) as new:
                 config.save_pretrained(new)
+                if self.model.can_generate():
+                    self.model.generation_config.save_pretrained(new)
                 (new / _INDEX).write_text(json.dumps(files, indent=2), encoding="utf-8")
             for file in replaced:
                 (folder / file).unlink(missing_ok=True)
@@ -311,12 +320,14 @@ def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers
     if isinstance(model, nn.Module):
         given: Any = model
         skeleton = given.get_base_model() if hasattr(given, "get_base_model") else given
+        came_in = skeleton.dtype
         if getattr(model, "peft_config", None):
-            adapters = _Adapters(model, skeleton)
+            adapters, came_in = _Adapters(model, skeleton), None
         fill = _draw
     else:
         files = _files(Path(model))
         config = AutoConfig.from_pretrained(model)
+        came_in = config.dtype
         is_classifier = "SequenceClassification" in (config.architectures or [""])[0]
         kind: Any = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
         with torch.device("meta"):
@@ -326,17 +337,19 @@ def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers
                 config.tie_word_embeddings = False
                 skeleton = kind.from_config(config, dtype=torch.float32)
                 reader = _Reader(skeleton, files)
+        with suppress(OSError):  # there need be none
+            skeleton.generation_config = GenerationConfig.from_pretrained(model)
         fill = reader.read
     cut = find_cut(skeleton)
     if not skeleton.training:
         skeleton.train()
     pieces = cut.pieces(skeleton)
     if not any(parameter.is_meta for parameter in skeleton.parameters()):
-        return HuggingFaceLayers(skeleton, pieces, pieces, adapters)
+        return HuggingFaceLayers(skeleton, pieces, pieces, adapters, came_in)
     makers = [
         partial(_made, skeleton, piece, index, fill, seed) for index, piece in enumerate(pieces)
     ]
-    return HuggingFaceLayers(skeleton, makers, pieces, adapters)
+    return HuggingFaceLayers(skeleton, makers, pieces, adapters, came_in)
 
 
 def _made(
