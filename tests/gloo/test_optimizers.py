@@ -5,6 +5,7 @@ zeros there."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -493,6 +494,32 @@ def two_groups(groups: Any) -> torch.optim.Optimizer:
 def width_of(name: Any, parameter: Tensor) -> str:
     """The optimizer group of a parameter."""
     return "wide" if parameter.dim() == 2 else "narrow"
+
+
+class Listing(torch.optim.SGD):
+    """Keeps its parameters, and how many steps it has made, in lists."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.own, self.made = [*parameters], [0]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step()
+        self.made[0] += 1
+
+
+@on_ranks(1)
+def test_what_no_checkpoint_has_of_an_optimizer_is_told_in_the_first_step() -> None:
+    with built(optimizer=lambda groups: Listing(groups["all"])) as model:
+        with pytest.warns(
+            UserWarning, match="Listing changes what it keeps in its attribute"
+        ) as said:
+            step(model)
+        assert [str(one.message).split("'")[1] for one in said] == ["made"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import warnings
@@ -175,6 +176,12 @@ class Updater:
     def _check_state(self) -> None:
         """Refuse, in the first update, what an optimizer keeps and no checkpoint could hold."""
         for part, before in zip(parts_of(self.optimizer), self._objects, strict=True):
+            for name, value in vars(part).items():
+                if isinstance(value, torch.optim.Optimizer) and value.state is not part.state:
+                    raise InfeasibleError(
+                        f"optimizer: {type(part).__name__} keeps an optimizer, {name!r}, whose "
+                        "state no checkpoint could hold (give that one, or share its state)"
+                    )
             now = _objects_of(part)
             for name in (name for name in before if before[name] != now.get(name)):
                 warnings.warn(
@@ -182,12 +189,6 @@ class Updater:
                     f"{name!r}, which no checkpoint has (keep it in its state, or in a number)",
                     stacklevel=2,
                 )
-            for name, value in vars(part).items():
-                if isinstance(value, torch.optim.Optimizer) and value.state is not part.state:
-                    raise InfeasibleError(
-                        f"optimizer: {type(part).__name__} keeps an optimizer, {name!r}, whose "
-                        "state no checkpoint could hold (give that one, or share its state)"
-                    )
         state = (one for one in self.optimizer.state.values() if isinstance(one, dict))
         for name, value in (pair for one in state for pair in one.items()):
             if not (value is None or isinstance(value, bool | int | float | Tensor)):
@@ -197,14 +198,21 @@ class Updater:
                 )
 
 
+class _WithoutTensors(pickle.Pickler):
+    def persistent_id(self, value: object) -> str | None:
+        """What stands for a tensor."""
+        return "a tensor" if isinstance(value, Tensor) else None
+
+
 def _objects_of(part: torch.optim.Optimizer) -> dict[str, bytes]:
-    """What an optimizer keeps in objects of its own, by its attribute, as it is now."""
+    """What an optimizer keeps in objects of its own beside tensors, by its attribute, as it is."""
     found = {}
     for name in vars(part).keys() - vars(torch.optim.Optimizer([torch.empty(0)], {})).keys():
         value = vars(part)[name]
         if not is_plain(value) and not callable(value):
             with suppress(Exception):  # what cannot be written cannot be compared
-                found[name] = pickle.dumps(value)
+                _WithoutTensors(file := io.BytesIO()).dump(value)
+                found[name] = file.getvalue()
     return found
 
 
