@@ -485,6 +485,7 @@ def test_a_folder_in_16_bits_comes_back_as_it_was(tmp_path: Path) -> None:
         layers.save_pretrained(model, tmp_path / "out")
     back: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert back.generation_config.max_new_tokens == 7
+    assert back.dtype == torch.bfloat16
     for name, one in came.named_parameters():
         assert torch.equal(one, back.get_parameter(name)), name
 
