@@ -53,9 +53,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     if last < asked.batch:
         raise SystemExit(f"{asked.text}: {len(inputs)} rows, fewer than two batches of --batch")
     settings = dict(  # noqa: C408
-        sample=inputs[:1], sample_keywords={"position_ids": places[:1]}, pp=asked.pp,
-        shard=dist.get_world_size() // asked.pp, recompute="selective", device=device,
-        microbatch_size=asked.microbatch, global_batch=asked.batch,
+        sample=inputs[:1], sample_keywords={"position_ids": places[:1]}, pp=asked.pp, device=device,
+        shard=dist.get_world_size() // asked.pp, recompute="selective", global_batch=asked.batch,
+        microbatch_size=asked.microbatch, precision="bf16" if device != "cpu" else "fp32",
         optimizer=zeropp.OptimizerConfig(lr=asked.lr, weight_decay=0.1, clip_norm=1.0),
         lr_schedule=lambda step: min((step + 1) / 10, (10 / (step + 1)) ** 0.5),  # with a warm-up
     )  # fmt: skip

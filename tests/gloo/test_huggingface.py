@@ -4,10 +4,12 @@ into their folders, and with adapters of peft."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from subprocess import run
 from typing import Any
 from unittest import mock
 
@@ -456,6 +458,53 @@ def test_a_head_with_a_weight_of_its_own_is_not_tied() -> None:
     tied = huggingface.layers(model).tied
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     assert (tied is None, huggingface.layers(model).tied) == (False, None)
+
+
+def test_a_folder_with_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
+    model: Any = made("qwen3")
+    model.save_pretrained(tmp_path)
+    assert huggingface.layers(tmp_path).tied is not None
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    layers: Any = huggingface.layers(tmp_path)
+    assert layers.tied is None
+    head = dict(layers[-1]().named_parameters())["whole.lm_head.weight"]
+    assert torch.equal(head.double(), model.lm_head.weight.float().double())
+
+
+@on_ranks(1)
+def test_a_folder_in_16_bits_comes_back_as_it_was(tmp_path: Path) -> None:
+    came: Any = made("qwen3").bfloat16()
+    came.generation_config.max_new_tokens = 7
+    came.save_pretrained(tmp_path / "in")
+    layers = huggingface.layers(tmp_path / "in")
+    with parallel(layers, sample=batch(0)[0][:MICROBATCH]) as model:
+        layers.save_pretrained(model, tmp_path / "out")
+    back: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert back.generation_config.max_new_tokens == 7
+    assert back.dtype == torch.bfloat16
+    for name, one in came.named_parameters():
+        assert torch.equal(one, back.get_parameter(name)), name
+
+
+def test_the_extra_is_named_where_it_is_missing() -> None:
+    code = "import sys; sys.modules['safetensors'] = None; import zeropp.huggingface"
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith("needs safetensors (pip install 'zeropp[huggingface]')"), last
+
+
+def test_modes_of_a_model_are_kept_unless_all_of_it_is_evaluated() -> None:
+    model: Any = made("llama").eval()
+    layers: Any = huggingface.layers(model)
+    assert all(part.training for layer in layers for part in layer.modules())
+    model.train().model.layers[1].mlp.eval()
+    layers = huggingface.layers(model)
+    modes = [{part.training for part in layer.modules()} for layer in layers]
+    assert modes == [{True}, {True}, {True, False}, {True}, {True}, {True}]
 
 
 @pytest.mark.parametrize("tied", [True, False])

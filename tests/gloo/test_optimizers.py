@@ -5,6 +5,7 @@ zeros there."""
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -36,12 +37,13 @@ from tests.gloo.models import (
     seeded,
     step,
     steps,
+    trained_alone,
 )
 from tests.gloo.world import World, on_ranks
 from tests.unit.toy_spec import mapping
 from zeropp.engine.ranks.errors import gathered
 from zeropp.engine.update.update_rules import clip_factor, norm_power
-from zeropp.engine.update.users_optimizer import groups_whole, numbers_kept
+from zeropp.engine.update.users_optimizer import GroupUse, uses_of
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.training import OptimizerConfig
 
@@ -265,7 +267,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("words", WRONG)
 @on_ranks(2)
 def test_an_optimizer_that_no_rank_could_run_is_refused(words: str) -> None:
-    said = error_of(lambda: built(seeded([linear]), optimizer=WRONG[words], shard=2))
+    said = error_of(lambda: built(seeded([linear, linear]), optimizer=WRONG[words], shard=2))
     assert said.startswith(f"InfeasibleError: optimizer: {words}"), said
     assert "\n" not in said
 
@@ -330,7 +332,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 
 def whole_of(make: Any) -> tuple[str, ...]:
-    return groups_whole(make, SHAPES, CPU)
+    return tuple(name for name, use in uses_of(make, SHAPES, CPU).items() if use.whole)
 
 
 def test_optimizers_have_whole_parameters_unless_they_are_known_to_be_elementwise() -> None:
@@ -367,8 +369,8 @@ def test_the_numbers_that_optimizers_keep_are_those_of_a_step() -> None:
         kept = [x for x in optimizer.state[tensor].values() if torch.is_tensor(x) and x.dim()]
         assert len(kept) == expected, make
         made = partial(_of_all, make)
-        found = numbers_kept(made, {"all": [(8, 8)]}, CPU)
-        assert found == {"all": expected}, make
+        found = uses_of(made, {"all": [(8, 8)]}, CPU)
+        assert found == {"all": GroupUse(make is torch.optim.Muon, expected)}, make
 
     def hooked(p: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(p, lr=0.1)
@@ -492,6 +494,32 @@ def two_groups(groups: Any) -> torch.optim.Optimizer:
 def width_of(name: Any, parameter: Tensor) -> str:
     """The optimizer group of a parameter."""
     return "wide" if parameter.dim() == 2 else "narrow"
+
+
+class Listing(torch.optim.SGD):
+    """Keeps its parameters, and how many steps it has made, in lists."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.own, self.made = [*parameters], [0]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step()
+        self.made[0] += 1
+
+
+@on_ranks(1)
+def test_what_no_checkpoint_has_of_an_optimizer_is_told_in_the_first_step() -> None:
+    with built(optimizer=lambda groups: Listing(groups["all"])) as model:
+        with pytest.warns(
+            UserWarning, match="Listing changes what it keeps in its attribute"
+        ) as said:
+            step(model)
+        assert [str(one.message).split("'")[1] for one in said] == ["made"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model)
 
 
 @cache
@@ -642,18 +670,69 @@ def test_the_norm_of_20_million_numbers_is_right_on_a_cpu() -> None:
     assert alone.first_gradient()[2] == pytest.approx(right, rel=1e-6)
 
 
+def by_hand(gradients: list[Tensor]) -> None:
+    """Clips by a norm without torch's functions."""
+    norm = sum(float(one.square().sum()) for one in gradients) ** 0.5
+    torch._foreach_mul_(gradients, min(1.0, 1.0 / norm))
+
+
+def centred(gradients: list[Tensor]) -> None:
+    """Takes the mean of each."""
+    for one in gradients:
+        one.sub_(one.view(-1).mean())
+
+
+def by_element(gradients: list[Tensor]) -> None:
+    """Does to every number what does not depend on others."""
+    for one in gradients:
+        one.view(-1)[1:].clamp_(-1e4, 1e4)  # in pieces, for less memory
+        one.nan_to_num_().clamp_(-1e3, 1e3).mul_(0.5).add_(one.sign(), alpha=1e-3)
+
+
+NORMS: dict[str, Any] = {  # each was imported before
+    "torch": lambda gradients: clip_grad_norm_(gradients, 1.0),
+    "foreach": torch._foreach_norm,
+    "hand": by_hand,
+    "mean": centred,
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
 @on_ranks(2)
-def test_torchs_clipping_in_a_hook_is_refused_where_it_sees_shards() -> None:
+def test_a_hook_that_takes_a_number_of_this_rank_alone_is_refused(kind: str) -> None:
     model = built(shard=2)
 
-    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)  # imported before
+    def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        (group,) = optimizer.param_groups
+        own: list[Any] = group["params"]
+        NORMS[kind](own if kind == "torch" else [one.grad for one in own])
 
-    model.optimizer.register_step_pre_hook(clip)
-    refuses(
-        "RuntimeError: torch.nn.utils.clip_grad_norm_, get_total_norm: has the norm",
-        lambda: step(model),
-    )
+    model.optimizer.register_step_pre_hook(hook)
+    refuses("RuntimeError: optimizer: it, or a hook of it, takes a norm", lambda: step(model))
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
     assert float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0)) > 1  # outside as ever
+
+
+def limiting(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """A hook that changes every number of a gradient by itself."""
+    own = [one for group in optimizer.param_groups for one in group["params"]]
+    by_element([one.grad for one in own if one.grad is not None])
+    nn.utils.clip_grad_value_(own, 0.5)
+
+
+def limited(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with this hook."""
+    optimizer = torch.optim.SGD(parameters, lr=RATE)
+    optimizer.register_step_pre_hook(limiting)
+    return optimizer
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"shard": 2}], ids=str)
+@on_ranks(2)
+def test_a_hook_changes_every_number_by_itself(degrees: dict[str, Any]) -> None:
+    alone, _ = trained_alone(seeded([linear] * 4), [data()], limited)
+    with built(**degrees) as model:
+        model.optimizer.register_step_pre_hook(limiting)
+        step(model)
+        assert apart(dict(model.full_parameters()), dict(alone.named_parameters())) < 1e-6

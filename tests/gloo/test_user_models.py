@@ -355,6 +355,12 @@ def test_several_steps_with_a_batch_are_refused_where_the_place_goes_by_steps() 
             model.train_step(*batch)
             said = error_of(partial(next, batches))
             assert said.startswith("ValueError: loader: 3 steps were done with 2") == resume
+        batches = iter(model.loader(Numbers(9 * LOADED)))
+        next(batches)
+        model.train_step(*next(batches))  # as of one that is fetched ahead
+        next(batches)
+        said = error_of(partial(next, batches))
+        assert said.startswith("ValueError: loader: 1 steps were done with 3")
 
 
 class Averaged(torch.nn.Linear):
@@ -397,14 +403,16 @@ def evaluated_on() -> list[list[int]]:
     """Which rows this rank evaluates on, twice, after a step of training."""
     with loading(replicate=2) as model:
         next(train_on(model, 1))
-        loader = model.loader(Numbers(), shuffle=False, resume=False)
+        given: dict[str, Any] = {"shuffle": False, "resume": False, "drop_last": False}
+        loader = model.loader(Numbers(), **given)
         return [numbers_of(inputs) for _ in range(2) for inputs, _ in loader]
 
 
 def test_rows_to_evaluate_on_begin_at_the_first_one(world: World) -> None:
     first, second = world.run(evaluated_on, size=2)
     whole = [row for parts in zip(first, second, strict=True) for part in parts for row in part]
-    assert whole == 2 * list(range(PER_EPOCH * LOADED))
+    assert whole == 2 * list(range(COUNT))
+    assert len(first) == 2 * PER_EPOCH
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import random
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import zeropp
 from tests.gloo.layers import ROWS, WIDTH, Calling, Kind, One, Scale, frozen, linear
 from tests.gloo.models import (
+    apart,
     built,
     data,
     error_of,
@@ -43,6 +46,7 @@ from zeropp.engine.ranks import errors
 from zeropp.train.parallel_model import ParallelModel
 
 MICROBATCH, STEPS = 3, 3
+SHORT = timedelta(seconds=10)
 CALLS, NOTED = 0, list[float]()
 sgd: Callable[..., Any] = lambda groups: torch.optim.SGD(groups["all"], lr=0.2)  # noqa: E731
 
@@ -519,3 +523,75 @@ def test_a_rank_whose_peer_raises_waits_no_longer_than_told() -> None:
     inputs, targets = data()
     assert error_of(lambda: model.train_step(inputs[:, :3], targets))  # in the first stage
     refuses("RuntimeError: an earlier step raised", lambda: model.train_step(inputs, targets))
+
+
+class Drawn(nn.Linear):
+    """Draws its weights by the generators of torch, Python and numpy."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            self.weight[0] = random.random()
+            self.weight[1] = float(np.random.rand())
+
+
+def first_values(degrees: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    with built([Drawn] * 4, **degrees) as model:
+        return dict(model.full_parameters())
+
+
+def test_functions_draw_the_same_weights_in_every_topology(world: World) -> None:
+    right: dict[str, Tensor] = world.run(first_values, {}, size=1)[0]
+    for degrees in ({"pp": 2}, {"shard": 2, "chunks": 2}):
+        found: dict[str, Tensor] = {}
+        for part in world.run(first_values, degrees, size=2):
+            found |= part
+        assert apart(found, right) == 0.0
+    weights = [right[f"{index}.weight"] for index in range(4)]
+    assert not any(
+        torch.equal(weights[0][row], one[row]) for one in weights[1:] for row in (0, 1, 2)
+    )
+
+
+@on_ranks(1)
+def test_a_model_is_not_copied() -> None:
+    with built() as model:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            refuses("TypeError: a model of parallelize has process groups", partial(copied, model))
+
+
+class TwoInTraining(nn.Linear):
+    """Gives two tensors in training mode alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (super().forward(x), x) if self.training else super().forward(x)
+
+
+class TakesOneOrTwo(nn.Linear):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().forward(x) if y is None else super().forward(x) + y
+
+
+@on_ranks(2)
+def test_other_outputs_in_evaluation_are_refused_with_the_cause() -> None:
+    kinds: list[type[nn.Linear]] = [TwoInTraining, TakesOneOrTwo]
+    model = built([kind(WIDTH, WIDTH, dtype=torch.float64) for kind in kinds], pp=2, timeout=SHORT)
+    said = error_of(partial(step, model))
+    assert "may not depend on values or on the mode" in said or "LostRankError" in said
+    assert sum("on the mode" in one for one in errors.gathered(said)) == 1
+
+
+class Evaluated(torch.optim.SGD):
+    """Has other values in evaluations."""
+
+    def eval(self) -> None:
+        """Go over to them."""
+
+
+@on_ranks(2)
+def test_an_optimizer_that_changes_what_no_rank_has_between_steps_is_refused() -> None:
+    given: dict[str, Any] = {"optimizer": lambda groups: Evaluated(groups["all"], lr=0.1)}
+    words = "InfeasibleError: optimizer: Evaluated has an eval(), which changes"
+    refuses(words, partial(built, shard=2, **given))
+    built(shard=2, elementwise=True, **given).close()

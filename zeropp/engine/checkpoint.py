@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -183,57 +183,48 @@ class Checkpointer:
         state = self.state("load")
         place = checked(directory)
         known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
+        targets = dict(state.model) if weights_only else state.named()
         if not weights_only:
             _check_known(state, known, place)
-        group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
-        settings = {name: values for name, values in state.settings.items() if group(name) in known}
-        with torch.no_grad():
-            targets = replace(state, settings=settings).named()
-            if weights_only:
-                targets = dict(state.model)
-            elif f"model.{SKIPPED}" not in known:
-                targets.pop(SKIPPED).zero_()
-            if f"model.{BATCHES}" not in known:
-                targets.pop(BATCHES, None)
-            with _one_line(place):
-                state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
-        batches = targets.get(BATCHES, state.batches)
-        state = replace(state, settings=settings, batches=batches)
-        self._take_over(state, optimizer=not weights_only)
+            group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
+            settings = {n: values for n, values in state.settings.items() if group(n) in known}
+            targets |= {OPTIMIZER: state.optimizer | ({SETTINGS: settings} if settings else {})}
+            for name in (SKIPPED, BATCHES):
+                if f"model.{name}" not in known:
+                    targets.pop(name)
+        with torch.no_grad(), _one_line(place):
+            state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
+        self._take_over(state, targets)
 
     def load_named(self, saved: Mapping[str, Any]) -> None:
         """As ``ParallelModel.load_state_dict``."""
         state = self.state()
         saved = together(lambda: dict(saved))
-        optimizer = dict(saved.get(OPTIMIZER, {}))
-        settings = optimizer.pop(SETTINGS, {})
         held, offered = dict(state.model), {n: v for n, v in saved.items() if n not in _BESIDE}
-        if optimizer:
+        if optimizer := _kept_of(saved):
             held |= {f"{OPTIMIZER}.{name}": value for name, value in state.optimizer.items()}
             offered |= {f"{OPTIMIZER}.{name}": value for name, value in optimizer.items()}
         _check_offered(held, offered)
         together(lambda: _copy(held, offered))
-        state.settings.update({name: settings[name] for name in state.settings if name in settings})
-        state.steps_done.fill_(int(saved.get(STEPS, state.steps_done)))
-        # The count of other steps is of no use.
-        skipped = 0 if STEPS in saved else state.skipped_steps
-        state.skipped_steps.fill_(int(saved.get(SKIPPED, skipped)))
-        state = replace(state, batches=saved.get(BATCHES, state.batches))
-        self._take_over(state, optimizer=bool(optimizer))
+        self._take_over(state, saved)
 
-    def _take_over(self, state: State, *, optimizer: bool) -> None:
-        """Continue from a state into whose tensors a checkpoint has been read."""
+    def _take_over(self, state: State, given: Mapping[str, Any]) -> None:
+        """Continue from a state into whose tensors a checkpoint has been read, with what is
+        ``given`` beside them."""
         engine, updater = self._engine, self._engine.updater
-        engine.steps_done = int(state.steps_done)
+        batches: Batches = given.get(BATCHES, engine.batches)
+        engine.steps_done = int(given.get(STEPS, engine.steps_done))
         updater.rates_set = []
-        if engine.steps_done == sum(steps for steps, _ in state.batches):
-            engine.batches = state.batches
-        engine.skipped_steps.copy_(state.skipped_steps)
-        if optimizer:
-            updates = engine.steps_done - int(state.skipped_steps)
+        if engine.steps_done == sum(steps for steps, _ in batches):
+            engine.batches = batches
+        if STEPS in given:  # else the count of other steps would be of no use
+            engine.skipped_steps.fill_(int(given.get(SKIPPED, 0)))
+        if _kept_of(given):
+            updates = engine.steps_done - int(engine.skipped_steps)
             take_over(updater, state.kept, state.states, updates)
+        settings = given.get(OPTIMIZER, {}).get(SETTINGS, {})
         for name, part, group in _groups_of(updater):
-            values = dict(state.settings.get(name, ()))
+            values = dict(settings.get(name, ()))
             set_own_numbers(part, values.pop(_OWN, {}))
             for key, value in values.items():
                 if isinstance(group.get(key), Tensor):
@@ -242,6 +233,11 @@ class Checkpointer:
                     group[key] = value
         for flat in engine.flats:
             flat.gather_updated()
+
+
+def _kept_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What optimizers keep of parameters, of what was read or given."""
+    return {name: one for name, one in given.get(OPTIMIZER, {}).items() if name != SETTINGS}
 
 
 def checked(directory: Path | str) -> Path:

@@ -340,7 +340,7 @@ class Engine:
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         room = GradientRoom(self.lanes)
         self.chunks = {
-            stage: self._chunk(stage, sizes, plan, settings, undo, host, room=room, splits=splits)
+            stage: self._chunk(stage, sizes, plan, settings, host, room=room, splits=splits)
             for stage in plan.schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
@@ -361,7 +361,6 @@ class Engine:
         sizes: Sequence[LayerSizes],
         plan: Plan,
         settings: Settings,
-        undo: ExitStack,
         host: HostMemory | None,
         *,
         room: GradientRoom,
@@ -422,8 +421,6 @@ class Engine:
             leaving=leaving,
             seed=seed,
             compute=compute,
-            fp32_modules=settings.fp32_modules,
-            undo=undo,
             context=self.context,
             offload=offload,
         )

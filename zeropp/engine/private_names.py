@@ -26,6 +26,7 @@ __all__ = [
     "is_profiled",
     "is_traceable_wrapper_subclass",
     "kept_by_selective",
+    "tree_leaves",
 ]
 
 

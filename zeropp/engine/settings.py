@@ -111,9 +111,6 @@ class Settings(StepKnobs):
     them); masters, gradient sums and the optimizer stay fp32. ``fp8``: so, but linear layers whose
     sides are multiples of 16, except those of the first and the last layer, multiply in 8 bits
     (torchao's ``Float8Linear``, one scale per tensor; CPUs emulate it)."""
-    fp32_modules: tuple[type[nn.Module], ...] = ()
-    """Kinds of modules that compute in fp32 all the same (norms, for example), with their
-    parameters in fp32: their inputs are cast to it, and their outputs back to bf16."""
     loss_reduction: LossReduction = "mean"
     """What the loss function does over a microbatch's rows. ``mean``: the loss of a batch is the
     mean over its rows; ``sum``: their sum; ``tokens``: the function gives a sum and a count (of the

@@ -55,9 +55,6 @@ def make_flats(
     entries, tied = _parameters(pieces), settings.tied
     zero, rank = plan.layout.replicate_zero == 1, dist.get_rank()
     replica = plan.layout.coordinates(rank)["replicate"]
-    modules = (module for piece in pieces.values() for module in piece.modules())
-    wide = [module for module in modules if isinstance(module, settings.fp32_modules)]
-    in_fp32 = {id(parameter) for module in wide for parameter in module.parameters()}
     ends = [entry for name in tied or () for entry in entries if name in entry.names]
     if len(ends) == 2 and ends[0] is not ends[1]:  # the model makes them one
         ends[0].names += ends[1].names
@@ -75,14 +72,13 @@ def make_flats(
         shared = next((name for name in entry.names if name in (tied or ())), None)
         late = shared is None and first.requires_grad and id(first) in delayed
         # Layers that compute in several types keep them; mixed precision has one for all.
-        kept_dtype = first.dtype if plan.precision == "fp32" or id(first) in in_fp32 else None
+        kept_dtype = first.dtype if plan.precision == "fp32" else None
         part = part_of[id(first)] if late else 0
         buckets[first.requires_grad, late, shared, kept_dtype, part].append(entry)
     for (trainable, late, shared, *_), bucket in buckets.items():
         rows = (replica, plan.layout.replicate) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         first_name = tied[0] if shared is not None and tied is not None else None
-        types = _types(bucket, plan, wide=id(bucket[0].parameters[0]) in in_fp32)
         members = []
         for entry in bucket:
             index, name = first_name or entry.names[0]
@@ -99,7 +95,7 @@ def make_flats(
             layout,
             groups=groups,
             lanes=lanes,
-            types=types,
+            types=_types(bucket, plan),
             zero=zero and trainable,
             trainable=trainable,
             deferred=late,
@@ -128,14 +124,11 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_NamedParameter]:
     return list(entries.values())
 
 
-def _types(bucket: Sequence[_NamedParameter], plan: Plan, *, wide: bool) -> Types:
-    """The types of a buffer; ``wide``: its parameters compute in fp32 also in mixed precision."""
+def _types(bucket: Sequence[_NamedParameter], plan: Plan) -> Types:
     dtypes = [parameter.dtype for entry in bucket for parameter in entry.parameters]
     # Frozen parameters are never updated, so they need no wider masters than what was given.
     least = torch.float32 if bucket[0].parameters[0].requires_grad else dtypes[0]
     master = reduce(torch.promote_types, dtypes, least)
     wire = master if plan.reduce_dtype == "fp32" else torch.bfloat16
     compute = master if plan.precision == "fp32" else torch.bfloat16
-    if wide:
-        compute = torch.promote_types(master, torch.float32)
     return Types(master, compute, wire)

@@ -9,6 +9,7 @@ Copies of the layers are called, so that whatever a layer caches does not stay i
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -452,13 +454,15 @@ def _shared_parameter(index: int, name: str, other: ParameterName) -> Infeasible
 
 
 def made_layer(layer: Layer, index: int, seed: int) -> nn.Module:
-    """A layer, or what a function makes. That draws its weights by torch's default generators as a
-    function of ``seed`` and of the layer, so that every topology has the same."""
+    """A layer, or what a function makes. That draws its weights by torch's default generators, by
+    Python's and by numpy's as a function of ``seed`` and of the layer, so that every topology has
+    the same."""
     if isinstance(layer, nn.Module):
         return layer
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
+    with forked_generators(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")):  # type: ignore[no-untyped-call]
         seed_piece(seed, 0, 0, index)
+        random.seed(torch.initial_seed())
+        np.random.seed(torch.initial_seed() % 2**32)
         made: object = layer()
     if not isinstance(made, nn.Module):
         raise InfeasibleError(

@@ -37,6 +37,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -74,8 +75,11 @@ class HuggingFaceLayers(Sequence[Layer]):
         layers: Sequence[Layer],
         pieces: Sequence[Piece],
         adapters: _Adapters | None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """``dtype``: the type that weights came in."""
         self.model, self._layers, self._adapters = model, layers, adapters
+        self._dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
         self._counts = [len(list(piece.parameters())) for piece in pieces]
         self.tied = _tied(model, pieces)
 
@@ -100,8 +104,9 @@ class HuggingFaceLayers(Sequence[Layer]):
     ) -> None:
         """Write a folder that ``from_pretrained`` reads, one file per layer, each as soon as its
         parameters are gathered; all ranks must call it, and see the same folder. ``dtype``: the
-        type of floating-point weights; by default fp32, in which they are trained. Of a model with
-        an adapter of peft, the adapter alone is written, by peft.
+        type of floating-point weights; by default fp32, or the type of 16 bits that they came in.
+        Of a model with an adapter of peft, the adapter alone is written, by peft, in fp32 by
+        default.
 
         The folder holds the old model or the new one at any moment: the new weights have names of
         their own, and the index names them once all are there."""
@@ -111,12 +116,14 @@ class HuggingFaceLayers(Sequence[Layer]):
         )
 
         def cast(value: Tensor) -> Tensor:
-            return (value.to(dtype) if value.is_floating_point() else value).contiguous()
+            return (
+                value.to(dtype or self._dtype) if value.is_floating_point() else value
+            ).contiguous()
 
         if self._adapters is not None:
             self._save_adapter(self._adapters, model, folder, cast)
         else:
-            self._save_model(model, folder, cast, dtype or torch.float32)
+            self._save_model(model, folder, cast, dtype or self._dtype)
         together(lambda: None)
 
     def _save_model(
@@ -154,6 +161,8 @@ class HuggingFaceLayers(Sequence[Layer]):
                 replaced |= {*old["weight_map"].values()}
             with _replacing(folder) as new:
                 config.save_pretrained(new)
+                if self.model.can_generate():
+                    self.model.generation_config.save_pretrained(new)
                 (new / _INDEX).write_text(json.dumps(files, indent=2), encoding="utf-8")
             for file in replaced:
                 (folder / file).unlink(missing_ok=True)
@@ -300,7 +309,9 @@ def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers
     ``model`` is the folder of a model that ``save_pretrained`` has written, and each rank then
     reads the layers that it holds; or a model, whose modules are taken as they are; or a model that
     was made on the meta device, whose parameters are then drawn from ``seed`` layer by layer; or a
-    model with an adapter of peft. Parameters from a folder are fp32, whatever they are there.
+    model with an adapter of peft. Parameters from a folder are fp32, whatever they are there. A
+    model in evaluation mode, in which ``from_pretrained`` gives it, is set to training mode; the
+    modules of any other keep their modes.
 
     Raises InfeasibleError for a model that ``find_cut`` cannot cut, or whose adapter could not be
     written.
@@ -309,26 +320,36 @@ def layers(model: nn.Module | Path | str, *, seed: int = 0) -> HuggingFaceLayers
     if isinstance(model, nn.Module):
         given: Any = model
         skeleton = given.get_base_model() if hasattr(given, "get_base_model") else given
+        came_in = skeleton.dtype
         if getattr(model, "peft_config", None):
-            adapters = _Adapters(model, skeleton)
+            adapters, came_in = _Adapters(model, skeleton), None
         fill = _draw
     else:
         files = _files(Path(model))
         config = AutoConfig.from_pretrained(model)
+        came_in = config.dtype
         is_classifier = "SequenceClassification" in (config.architectures or [""])[0]
         kind: Any = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
         with torch.device("meta"):
             skeleton = kind.from_config(config, dtype=torch.float32)
-        fill = _Reader(skeleton, files).read
+            reader = _Reader(skeleton, files)
+            if reader.has_own_head():
+                config.tie_word_embeddings = False
+                skeleton = kind.from_config(config, dtype=torch.float32)
+                reader = _Reader(skeleton, files)
+        with suppress(OSError):  # there need be none
+            skeleton.generation_config = GenerationConfig.from_pretrained(model)
+        fill = reader.read
     cut = find_cut(skeleton)
-    skeleton.train()
+    if not skeleton.training:
+        skeleton.train()
     pieces = cut.pieces(skeleton)
     if not any(parameter.is_meta for parameter in skeleton.parameters()):
-        return HuggingFaceLayers(skeleton, pieces, pieces, adapters)
+        return HuggingFaceLayers(skeleton, pieces, pieces, adapters, came_in)
     makers = [
         partial(_made, skeleton, piece, index, fill, seed) for index, piece in enumerate(pieces)
     ]
-    return HuggingFaceLayers(skeleton, makers, pieces, adapters)
+    return HuggingFaceLayers(skeleton, makers, pieces, adapters, came_in)
 
 
 def _made(
@@ -411,6 +432,18 @@ class _Reader:
             (name, *rename_source_key(name, renamings, converters, prefix, known))
             for name in sorted(files, key=dot_natural_key)
         ]
+
+    def has_own_head(self) -> bool:
+        """Whether the files have another head than embedding, though the configuration ties them:
+        ``transformers`` takes both as they are, too."""
+        model: Any = self._model
+        first = model.get_input_embeddings()
+        ends = f"{next(n for n, x in model.named_modules() if x is first)}.weight", self._tied
+        if not self._tied or all(own != self._tied for _, own, _ in self._sources):
+            return False
+        with torch.device("cpu"):
+            begin, end = (self._values((name,)).get(name) for name in ends)
+        return begin is not None and end is not None and not torch.equal(begin, end)
 
     def read(self, made: Piece, index: int) -> None:
         """Fill the parameters of a layer; raises InfeasibleError for one that no file has."""

@@ -7,14 +7,12 @@ memory; the prices are those of the user's own layers (``zeropp.choose.layer_pri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
-
-import torch
 
 from zeropp.choose.contender import Contender, Prices
 from zeropp.choose.layer_prices import LayerPrices, LayerState, layer_passes
@@ -23,7 +21,7 @@ from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
 from zeropp.engine.settings import Settings, read
-from zeropp.engine.update.users_optimizer import numbers_kept
+from zeropp.engine.update.users_optimizer import GroupUse
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.price.flops import layer_flops
 from zeropp.schedule.plan import SizedPlan
@@ -32,16 +30,15 @@ from zeropp.train.stages import (
     Planned,
     check_ranks,
     cut_plan,
+    group_uses,
     measure,
     shape_of,
-    shapes_by_group,
     size_layers,
     whole_groups,
 )
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.literals import Recompute
-from zeropp.types.training import OptimizerConfig
 
 Sizes = Sequence[LayerSizes]
 _CHUNKS = (1, 2, 4)
@@ -87,7 +84,7 @@ def plan_on_cluster(
     check_ranks(settings, num_ranks)
     cluster = settings.hardware
     assert cluster is not None
-    sized = _sized(settings, sizes, whole_groups(settings, sizes))
+    sized = _sized(settings, sizes, whole_groups(group_uses(settings, sizes)))
     prices = LayerPrices(sizes, [LayerState()] * len(sizes))  # all orders have the same
     price = _prices_of(prices).of(sized, cluster)
     orders = (draft.complete() for draft in drafts(sized, price.stages))
@@ -187,8 +184,9 @@ class _Layers:
     ) -> None:
         self._settings = replace(settings, cluster=settings.hardware)
         self._auto_names, self._sizes = auto_names, sizes
-        self._whole = whole_groups(settings, sizes)
-        states = _states(self._whole, sizes, settings)
+        uses = group_uses(settings, sizes)
+        self._whole = whole_groups(uses)
+        states = [_state(layer, uses) for layer in sizes]
         self._prices = _prices_of(LayerPrices(sizes, states))
         self.refused = ""
         knobs = {knob.name: getattr(settings, knob.name) for knob in fields(StepKnobs)}
@@ -255,21 +253,12 @@ class _Layers:
         return list(known) if name in self._auto_names else [getattr(self.knobs, name)]
 
 
-def _states(
-    whole: tuple[str, ...], sizes: Sequence[LayerSizes], settings: Settings
-) -> list[LayerState]:
-    """The bytes of every layer's gradients and optimizer state, in fp32; see ``numbers_kept``."""
-    asked, shapes = settings.optimizer, shapes_by_group(sizes)
-    if isinstance(asked, OptimizerConfig):
-        kept = dict.fromkeys(shapes, 0 if asked.kind == "sgd" else 2)
-    else:
-        kept = numbers_kept(asked, shapes, torch.device(settings.device or "cpu"))
-    states = []
-    for layer in sizes:
-        counts = [(kind.group, prod(kind.shape)) for kind in layer.kinds.values() if kind.trained]
-        count, held = sum(n for _, n in counts), sum(n for g, n in counts if g in whole)
-        states.append(LayerState(4 * count, sum(4 * kept[g] * n for g, n in counts), 4 * held))
-    return states
+def _state(layer: LayerSizes, uses: Mapping[str, GroupUse]) -> LayerState:
+    """The bytes of a layer's gradients and optimizer state, in fp32."""
+    counts = [(uses[k.group], prod(k.shape)) for k in layer.kinds.values() if k.trained]
+    kept = sum(4 * use.numbers * n for use, n in counts)
+    held = sum(4 * n for use, n in counts if use.whole)
+    return LayerState(4 * sum(n for _, n in counts), kept, held)
 
 
 def _prices_of(layers: LayerPrices) -> Prices:

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_rank
 
-from zeropp.engine.layers.chunk import compute_in_fp32
 from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
     may_have_gradient,
@@ -177,8 +176,8 @@ class _Comparison:
         }
         compute = None if settings.precision == "fp32" else torch.bfloat16
         self._tolerance = torch.finfo(compute or torch.float32).eps ** 0.5
-        if compute is not None:
-            self._compute_in(compute)
+        for one in self._working.values() if compute else ():
+            one.data = one.data.to(compute)
         if settings.precision == "fp8":
             blocks = [to_8_bits(block, model.engine.lanes.device) for block in plain[1:-1]]
             self._plain = plain = [plain[0], *blocks, *plain[1:][-1:]]
@@ -206,15 +205,6 @@ class _Comparison:
             self._hooks += [partial(hook, part, (), {}) for hook in hooks.values()]
             hooks.clear()
         self._updater = Updater(optimizer, {}, lr_schedule=settings.lr_schedule)
-
-    def _compute_in(self, compute: torch.dtype) -> None:
-        wide = self._settings.fp32_modules
-        parts = [part for layer in self._plain for part in layer.modules()]
-        kept = {id(x) for part in parts if isinstance(part, wide) for x in part.parameters()}
-        compute_in_fp32(self._plain, wide, compute, ExitStack())
-        for one in self._working.values():
-            if one.is_floating_point() and id(one) not in kept:
-                one.data = one.data.to(compute)
 
     def _move(self) -> None:
         """Move trained parameters off their initial values, which are often zero."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +21,23 @@ class RowsOfSteps(Sampler[list[int]]):
     The rows of a step are a function of ``seed`` and of the step's number alone, so that every
     topology has the same ones, and a model that was loaded from a checkpoint goes on with those
     that it has not seen, also in batches of another size. Goes from the row after the model's last
-    step to the end of that epoch, or, unless it is to ``resume``, over the first one; the rows that
-    are left over then, fewer than a batch, are others in every epoch that is shuffled.
+    step to the end of that epoch, or, unless it is to ``resume``, over the first one. The rows that
+    are left over then, fewer than a batch, are others in every epoch that is shuffled; unless it is
+    to ``drop_last``, they are in the last batch.
     """
 
     def __init__(
-        self, model: ParallelModel, count: int, *, shuffle: bool, seed: int, resume: bool
+        self,
+        model: ParallelModel,
+        count: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        resume: bool,
+        drop_last: bool,
     ) -> None:
         self._model, self._count, self._shuffle, self._seed = model, count, shuffle, seed
-        self._resume = resume
+        self._resume, self._drop_last = resume, drop_last
 
     def __len__(self) -> int:
         """The steps of a whole epoch."""
@@ -41,9 +49,11 @@ class RowsOfSteps(Sampler[list[int]]):
         if self._shuffle:
             draw = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             order = torch.randperm(self._count, generator=draw)
-        rows = self._model.plan.global_batch
+        rows, rank = self._model.plan.global_batch, self._model.data_parallel_rank
         for begin in range(seen, self._count - rows + 1, rows):
-            yield order[begin : begin + rows][self._model.rows].tolist()
+            is_last = begin + 2 * rows > self._count and not self._drop_last
+            batch = order[begin : None if is_last else begin + rows]
+            yield batch.tensor_split(self._model.data_parallel_size)[rank].tolist()
 
     def _place(self) -> tuple[int, int]:
         """The epoch of the next step, and the rows of it that were seen."""
@@ -59,14 +69,15 @@ class RowsOfSteps(Sampler[list[int]]):
 
 class _Loader(DataLoader[Any]):
     """Its place is that of the ``model``, which goes by steps: raises ValueError after several
-    steps with a batch, since a run that goes on from a checkpoint would leave rows out."""
+    steps with a batch, or several batches without one (one may be fetched ahead), since a run that
+    goes on from a checkpoint would leave rows out or see them twice."""
 
     model: ParallelModel
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         begun = self.model.steps_done
         for given, batch in enumerate(super().__iter__()):
-            if self.model.steps_done > begun + given:
+            if not given - 1 <= self.model.steps_done - begun <= given:
                 raise ValueError(
                     f"loader: {self.model.steps_done - begun} steps were done with {given} "
                     "batches, but its place goes by steps (take resume=False, and keep the place "
@@ -76,9 +87,9 @@ class _Loader(DataLoader[Any]):
 
 
 def make_loader(
-    model: ParallelModel, dataset: Any, *, shuffle: bool, seed: int, resume: bool, **options: Any
+    model: ParallelModel, dataset: Any, order: Mapping[str, Any], **options: Any
 ) -> DataLoader[Any]:
-    """See ``ParallelModel.loader``."""
+    """See ``ParallelModel.loader``; ``order``: its own keywords."""
 
     def made() -> tuple[DataLoader[Any], dict[str, str]]:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -90,11 +101,12 @@ def make_loader(
             raise InfeasibleError(
                 f"dataset: has {count} rows, fewer than global_batch={model.plan.global_batch}"
             )
-        rows = RowsOfSteps(model, count, shuffle=shuffle, seed=seed, resume=resume)
-        described = {"dataset": f"{count} rows", "shuffle": str(shuffle), "seed": str(seed)}
-        loader = (_Loader if resume else DataLoader)(dataset, batch_sampler=rows, **options)
+        rows = RowsOfSteps(model, count, **order)
+        loader = (_Loader if order["resume"] else DataLoader)(
+            dataset, batch_sampler=rows, **options
+        )
         if isinstance(loader, _Loader):
             loader.model = model
-        return loader, described | {"resume": str(resume)}
+        return loader, {"dataset": f"{count} rows", "order": str(order)}
 
     return agree(made)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, signal
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -139,17 +139,26 @@ class ParallelModel:
         return self.engine.evaluate(replace(parts, targets=()), outputs)[1]
 
     def loader(
-        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, resume: bool = True, **more: Any
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        resume: bool = True,
+        drop_last: bool = True,
+        **more: Any,
     ) -> DataLoader[Any]:
         """This rank's rows of a data set with a length, step by step, from ``steps_done`` to the
         end of that epoch; a new loop begins the next one. Which rows a step has depends on ``seed``
         and its number alone: not on the topology, nor on where a run was interrupted. With
         ``resume=False`` every loop goes over the first epoch from its first row, as over rows that
-        are not trained on. ``more`` are options of ``torch.utils.data.DataLoader``. Raises
-        InfeasibleError where ranks differ."""
+        are not trained on. Rows that fill no batch are left out; without ``drop_last`` the last
+        batch has them, too, which ``eval_step`` takes. ``more`` are options of
+        ``torch.utils.data.DataLoader``. Raises InfeasibleError where ranks differ."""
         from zeropp.train.loader import make_loader
 
-        return make_loader(self, dataset, shuffle=shuffle, seed=seed, resume=resume, **more)
+        order = {"shuffle": shuffle, "seed": seed, "resume": resume, "drop_last": drop_last}
+        return make_loader(self, dataset, order, **more)
 
     @property
     def steps_done(self) -> int:
@@ -274,6 +283,13 @@ class ParallelModel:
     def close(self) -> None:
         """End this model's threads and process groups; it cannot be used afterwards."""
         self.engine.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies; raises TypeError."""
+        raise TypeError(
+            "a model of parallelize has process groups, so that it cannot be copied or pickled "
+            "(take save, state_dict or full_state_dict)"
+        )
 
     def __enter__(self) -> ParallelModel:
         return self

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from zeropp.engine.layers.values import keywords_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName, Settings
+from zeropp.engine.update.users_optimizer import GroupUse, uses_of
 from zeropp.engine.walk import Layer, LayerSizes, check_values, made_layer, walk
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan
@@ -130,7 +131,7 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes], num_ranks: int)
     ones, or where batch and layers do not go together with the degrees.
     """
     check_ranks(settings, num_ranks)
-    whole = whole_groups(settings, sizes)
+    whole = whole_groups(group_uses(settings, sizes))
     if settings.plan is None:
         parameters = [max(1, layer.parameters) for layer in sizes]
         sized = cut_plan(size_layers(settings, sizes, whole), settings, parameters)
@@ -153,23 +154,23 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes], num_ranks: int)
     return Planned(settings.plan)
 
 
-def whole_groups(settings: Settings, sizes: Sequence[LayerSizes]) -> tuple[str, ...]:
-    """The groups whose parameters the optimizer gets whole; raises InfeasibleError for what makes
-    no optimizer."""
-    if isinstance(settings.optimizer, OptimizerConfig) or settings.elementwise:
-        return ()
-    from zeropp.engine.update.users_optimizer import groups_whole
-
-    device = torch.device(settings.device or "cpu")
-    return groups_whole(settings.optimizer, shapes_by_group(sizes), device)
-
-
-def shapes_by_group(sizes: Sequence[LayerSizes]) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes of all trained parameters, by their optimizer groups."""
+def group_uses(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[str, GroupUse]:
+    """What the optimizer does with its groups; raises InfeasibleError for what makes none."""
     shapes: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for kind in (kind for layer in sizes for kind in layer.kinds.values() if kind.trained):
         shapes[kind.group].append(kind.shape)
-    return shapes
+    asked = settings.optimizer
+    if isinstance(asked, OptimizerConfig):
+        return dict.fromkeys(shapes, GroupUse(False, 0 if asked.kind == "sgd" else 2))
+    uses = uses_of(asked, shapes, torch.device(settings.device or "cpu"))
+    return {
+        n: use._replace(whole=use.whole and not settings.elementwise) for n, use in uses.items()
+    }
+
+
+def whole_groups(uses: Mapping[str, GroupUse]) -> tuple[str, ...]:
+    """The groups whose parameters the optimizer gets whole."""
+    return tuple(name for name, use in uses.items() if use.whole)
 
 
 def check_ranks(settings: Settings, num_ranks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -162,8 +162,7 @@ class Chunk:
     stage before and go to the next stage; None at an end of the model. ``seed`` is called before
     every module with its index in the chunk and the microbatch; None: modules draw no random
     numbers, so that what is recomputed need not draw the same ones again. ``compute``:
-    floating-point inputs of a module are cast to this type, except for the ``fp32_modules`` inside,
-    until ``undo``; None leaves them as they are.
+    floating-point inputs of a module are cast to this type; None leaves them as they are.
     ``context``: the ranks that divide sequences, if there are several. ``offload``: what sends to
     the host what blocks save, if anything does.
     """
@@ -182,8 +181,6 @@ class Chunk:
         leaving: Sequence[TensorShape] | None,
         seed: Callable[[int, int], None] | None,
         compute: torch.dtype | None,
-        fp32_modules: tuple[type[nn.Module], ...],
-        undo: ExitStack,
         context: Context | None,
         offload: Offload | None = None,
     ) -> None:
@@ -196,8 +193,6 @@ class Chunk:
         self._names = names
         self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}
-        if compute is not None:
-            compute_in_fp32(modules, fp32_modules, compute, undo)
 
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
@@ -240,10 +235,10 @@ class Chunk:
         if self.leaving is not None:
             shapes = [tuple(x.shape) for x in tensors_of(value)]
             expected = [tuple(shape.size) for shape in self.leaving]
-            if shapes != expected and trains:
+            if shapes != expected and (trains or len(shapes) != len(expected)):
                 raise RuntimeError(
                     f"a stage returns tensors of shapes {shapes}, but the next one expects "
-                    f"{expected}: shapes may not depend on values"
+                    f"{expected}: shapes may not depend on values or on the mode"
                 )
             value = self._cast_leaving(value)
         if trains:
@@ -360,34 +355,6 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
     finally:
         for flat in flats:
             flat.hide()
-
-
-def compute_in_fp32(
-    modules: Iterable[nn.Module],
-    kinds: tuple[type[nn.Module], ...],
-    outside: torch.dtype,
-    undo: ExitStack,
-) -> None:
-    """Let those of these ``kinds`` in ``modules`` compute in fp32 until ``undo``: they get their
-    floating-point inputs in it, and what they give is cast to the type ``outside``."""
-
-    def to(dtype: torch.dtype, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(to(dtype, part) for part in value)
-        is_number = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_number else value
-
-    def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
-        return to(torch.float32, args), {name: to(torch.float32, x) for name, x in named.items()}
-
-    wide = [part for one in modules for part in one.modules() if isinstance(part, kinds)]
-    inner = {part for module in wide for part in module.modules() if part is not module}
-    for module in wide:
-        if module not in inner:
-            undo.enter_context(module.register_forward_pre_hook(widen, with_kwargs=True))
-            undo.enter_context(
-                module.register_forward_hook(lambda _, args, output: to(outside, output))
-            )
 
 
 def _begin(x: Tensor, gradients: dict[int, Tensor], place: int) -> Tensor:

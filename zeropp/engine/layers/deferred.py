@@ -1,8 +1,7 @@
 """Delayed weight gradients: linear layers whose backward computes dX at once and dW later.
 
 The model's code stays as it is: each module of class ``nn.Linear``, of a subclass that keeps its
-forward, of torchao's ``Float8Linear`` or of Hugging Face's ``Conv1D`` (GPT-2) gets a class of ours
-that overrides the forward.
+forward, or of torchao's ``Float8Linear`` gets a class of ours that overrides the forward.
 The backward keeps x and dY, which is all that dW = dYᵀx needs. It does not need the weight, so a
 chunk's parameters may be released between its input gradients and its weight gradients. Norms,
 embeddings and biases are cheap, so their gradients are computed at once. So are those of weights
@@ -146,7 +145,7 @@ class _DeferredLinear(torch.autograd.Function):
         # node, only a backward that a layer starts inside itself does.
         ctx.again = store.takes()
         if store.parts is not None and not ctx.again:
-            store.parts.count(weight if weight.is_leaf else weight._base)
+            store.parts.count(weight)
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
         if early:
@@ -164,10 +163,7 @@ class _DeferredLinear(torch.autograd.Function):
         grad_weight = None
         inner = ctx.again or not ctx.store.takes() or torch.is_grad_enabled()
         if ctx.needs_input_grad[1] and not inner:
-            parameter, left, right = ctx.parameter, grad, rows
-            if not parameter.is_leaf:  # it is a Conv1D's, transposed
-                parameter, left, right = parameter._base, rows, grad
-            ctx.store.put(_WeightGrad(parameter, [(left, right)], products))
+            ctx.store.put(_WeightGrad(ctx.parameter, [(grad, rows)], products))
         elif ctx.needs_input_grad[1]:
             grad_weight = products.weight_gradient(grad, rows) if products else grad.t() @ rows
         grad_x = None
@@ -247,20 +243,18 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 class Deferred(nn.Module):
     """A linear layer whose weight gradients go through ``store``; ``early`` where it is
-    recomputed, so that the last one need not be. ``transposed``: its weight is [in, out];
-    ``in_8_bits``: so are its products."""
+    recomputed, so that the last one need not be. ``in_8_bits``: so are its products."""
 
     store: WeightGradStore
     weight: nn.Parameter
     bias: nn.Parameter
     early = False
-    transposed = in_8_bits = False  # as its class says
+    in_8_bits = False  # as its class says
 
     def forward(self, input: Tensor) -> Tensor:
         """The forward of a linear layer: [..., in] to [..., out]."""
-        x, bias, early = input, self.bias, self.early
-        weight = self.weight.t() if type(self).transposed else self.weight
-        if not (isinstance(self.weight, nn.Parameter) and self.weight.is_leaf):
+        x, weight, bias, early = input, self.weight, self.bias, self.early
+        if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
             return F.linear(x, weight, bias)  # it is computed from others
         if torch.compiler.is_compiling():
             return _uncompiled(self, x)  # type: ignore[no-any-return]
@@ -346,6 +340,4 @@ def _delaying(kind: type[Any]) -> type[Any] | None:
         return None  # computed from other parameters, as by torch's ``parametrize``
     if issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward:
         return DeferredLinear if kind is nn.Linear else type(kind.__name__, (Deferred, kind), {})
-    if place == ("transformers.pytorch_utils", "Conv1D"):
-        return type(kind.__name__, (Deferred, kind), {"transposed": True})
     return None

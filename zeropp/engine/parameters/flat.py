@@ -136,10 +136,11 @@ class FlatParameters:
         self._sums: Tensor | None = None  # gradients of this rank that are not reduced
         self._reduced: Tensor | None = None  # over the shards, at last over the replicas, too
         # What the optimizer updates here in the masters, and whole parameters that come for it.
-        self._in_place = [
+        self.flat_shards = [
             OptimizerShard(group, elements, nn.Parameter(self.master[elements.inside(self._kept)]))
             for group, elements in (layout.groups() if trainable else ())
         ]
+        self._in_place = [*self.flat_shards]
         self._version = self.master._version
         self.whole: WholeParameters | None = None
         self.room: GradientRoom | None = None  # for the gradients, if it is a part of a chunk

@@ -61,7 +61,7 @@ class GradientParts:
         """From now on count layers for ``microbatch``."""
         self._current = self._layers[microbatch] = [0] * len(self.flats)
 
-    def count(self, weight: Tensor | None) -> None:
+    def count(self, weight: Tensor) -> None:
         """Count a layer in a forward, by its weight."""
         number = self._number.get(id(weight))
         if self._current is not None and number is not None:

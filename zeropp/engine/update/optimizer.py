@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import math
-import sys
+import pickle
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
-from unittest import mock
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.errors import ErrorBarrier
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.update.update_rules import clip_factor, made_optimizer, norm_power, parts_of
+from zeropp.engine.update.update_rules import (
+    clip_factor,
+    is_plain,
+    made_optimizer,
+    norm_power,
+    parts_of,
+)
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
 
 if TYPE_CHECKING:
     from zeropp.engine.parameters.tied import TiedWeights
-
-
-_GROUPED = "_group_tensors_by_device_and_dtype"  # by which torch takes norms and clips
-_grouped = getattr(clip_grad, _GROUPED)
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Updater:
         self.begins_with_state = any(isinstance(one, dict) and one for one in kept)
         self.is_updating = self.has_updated = False
         self.made = [dict(vars(part)) for part in parts_of(self.optimizer)]
+        self._objects = [*map(_objects_of, parts_of(self.optimizer))]
         self.optimizer.register_step_pre_hook(self._check_moment)
         self.optimizer.register_load_state_dict_post_hook(lambda _: self.rates_set.clear())
 
@@ -65,7 +68,7 @@ class Updater:
     @classmethod
     def make(
         cls,
-        flats: Iterable[FlatParameters],
+        flats: Sequence[FlatParameters],
         asked: OptimizerConfig | MakeOptimizer,
         device: torch.device,
         names: Iterable[str],
@@ -92,6 +95,13 @@ class Updater:
                 members.append(nn.Parameter(nothing))
                 members[0].grad = nothing.clone() if name in whole else None
         optimizer = made_optimizer(asked, groups)
+        for part in parts_of(optimizer):
+            if hasattr(part, "eval") and any(flat.whole for flat in flats):
+                raise InfeasibleError(
+                    f"optimizer: {type(part).__name__} has an eval(), which changes parameters "
+                    "between steps, when whole ones have no values (say elementwise=True, if it "
+                    "updates every element by itself)"
+                )
         known = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, members in groups.items():
             if any(id(one) in held and id(one) not in known for one in members):
@@ -101,6 +111,14 @@ class Updater:
                 )
         group_of = {id(one): name for name, members in groups.items() for one in members}
         return cls(optimizer, group_of, clip_norm, lr_schedule)
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether torch's own code alone makes an update."""
+        every = [self.optimizer, *(parts := parts_of(self.optimizer))]
+        hooks = [hook for one in every for hook in one._optimizer_step_pre_hooks.values()]
+        known = all(type(part).__module__.startswith("torch.optim.") for part in parts)
+        return known and all(hook == self._check_moment for hook in hooks)
 
     def described(self) -> str:
         """The optimizer's kind, and the settings of its groups, such as their learning rates, but
@@ -156,13 +174,20 @@ class Updater:
 
     def _check_state(self) -> None:
         """Refuse, in the first update, what an optimizer keeps and no checkpoint could hold."""
-        for part in parts_of(self.optimizer):
+        for part, before in zip(parts_of(self.optimizer), self._objects, strict=True):
             for name, value in vars(part).items():
                 if isinstance(value, torch.optim.Optimizer) and value.state is not part.state:
                     raise InfeasibleError(
                         f"optimizer: {type(part).__name__} keeps an optimizer, {name!r}, whose "
                         "state no checkpoint could hold (give that one, or share its state)"
                     )
+            now = _objects_of(part)
+            for name in (name for name in before if before[name] != now.get(name)):
+                warnings.warn(
+                    f"optimizer: {type(part).__name__} changes what it keeps in its attribute "
+                    f"{name!r}, which no checkpoint has (keep it in its state, or in a number)",
+                    stacklevel=2,
+                )
         state = (one for one in self.optimizer.state.values() if isinstance(one, dict))
         for name, value in (pair for one in state for pair in one.items()):
             if not (value is None or isinstance(value, bool | int | float | Tensor)):
@@ -172,29 +197,26 @@ class Updater:
                 )
 
 
+class _WithoutTensors(pickle.Pickler):
+    def persistent_id(self, value: object) -> str | None:
+        """What stands for a tensor."""
+        return "a tensor" if isinstance(value, Tensor) else None
+
+
+def _objects_of(part: torch.optim.Optimizer) -> dict[str, bytes]:
+    """What an optimizer keeps in objects of its own beside tensors, by its attribute, as it is."""
+    found = {}
+    for name in vars(part).keys() - vars(torch.optim.Optimizer([torch.empty(0)], {})).keys():
+        value = vars(part)[name]
+        if not is_plain(value) and not callable(value):
+            with suppress(Exception):  # what cannot be written cannot be compared
+                _WithoutTensors(file := io.BytesIO()).dump(value)
+                found[name] = file.getvalue()
+    return found
+
+
 def _refuse_group(*_: object) -> NoReturn:
     raise AttributeError("optimizer.add_param_group: no rank has other parameters")
-
-
-@contextmanager
-def _refusing_to_clip() -> Iterator[None]:
-    """In a hook of the optimizer, torch's clipping sees the shards of one rank."""
-
-    def refuse(*given: Any, **named: Any) -> Any:
-        if sys._getframe(1).f_code.co_name == "clip_grad_value_":  # which looks at each element
-            return _grouped(*given, **named)
-        raise RuntimeError(
-            "torch.nn.utils.clip_grad_norm_, get_total_norm: has the norm of this "
-            "rank's shards alone (call model.clip_grad_norm_ in the hook, or give parallelize "
-            "clip_norm=)"
-        )
-
-    # Which are read when they are called, under whatever name their caller has imported them.
-    with (
-        mock.patch.object(clip_grad, "_get_total_norm", refuse),
-        mock.patch.object(clip_grad, _GROUPED, refuse),
-    ):
-        yield
 
 
 @dataclass(frozen=True)
@@ -248,7 +270,13 @@ class ParameterUpdate:
         if self.updater.clip_norm:
             self._scale(clip_factor(result.grad_norm, self.updater.clip_norm))
         finite = torch.isfinite(result.grad_norm)
-        with nullcontext() if self.world is None else _refusing_to_clip():
+        watch: AbstractContextManager[None] = nullcontext()
+        if not self.updater.is_torchs:  # not loaded for others
+            from zeropp.engine.update.hooks import refusing_numbers_of_a_rank
+
+            shards = (one.tensor for flat in self.flats for one in flat.flat_shards)
+            watch = refusing_numbers_of_a_rank(shards)
+        with watch:
             self.updater.update(finite)
         self.skipped_steps.add_(~finite)
         return result
@@ -262,7 +290,9 @@ class ParameterUpdate:
             )
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
-        with mock.patch.object(clip_grad, _GROUPED, _grouped):
+        from zeropp.engine.update.hooks import allowed
+
+        with allowed():
             norm = norm_power(self._gradients(), self.lanes.device, norm_type)
         is_largest = math.isinf(norm_type)
         if self.world is not None:
