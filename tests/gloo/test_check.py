@@ -184,7 +184,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [Behind()]
     elif kind in ("right", "norm", "refused"):
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
-    elif kind in ("begins", "fading", "update"):
+    elif kind in ("begins", "fading", "update", "mixing head"):
         inner = []
     elif kind == "attention":  # which evaluations run by a kernel of its own in one process
         inner = [nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)]
@@ -211,6 +211,9 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         layers = [nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, WIDTH)]
     elif kind == "none":
         batches = []
+    elif kind == "mixing head":
+        layers, loss = [*layers, Shift()], squares
+        degrees = {**degrees, "loss_reduction": "tokens"}
     if kind == "refused":
         batches[1][0].requires_grad_()
     try:
@@ -236,6 +239,10 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("eight", {"shard": 2, "precision": "fp8"}, "2 steps"),
         ("none", {"pp": 2}, "ValueError: check: batches has none"),
         ("slice", {"context": 2}, "layers[1]: gives another output"),
+        ("odd", {"pp": 2, "logits_slices": 3}, "2 steps"),
+        ("odd", {"context": 2, "logits_slices": 9}, "2 steps"),
+        ("mixing head", {"pp": 2, "logits_slices": 2}, "layers[2]: gives another output"),
+        ("right", {"pp": 2, "logits_slices": 2, "loss_reduction": "sum"}, "loss_fn: the loss is"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
         ("behind", {"pp": 2, "recompute": "selective"}, "gradient, in step 1 (likely: recompute="),

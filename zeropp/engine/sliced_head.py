@@ -19,8 +19,8 @@ from zeropp.engine.loss import Loss, Microbatches
 
 
 class SlicedHead:
-    """Runs ``chunk``, which has the last layer alone, and the ``loss`` in ``slices`` of the tokens,
-    which are as long as each other, except for the last one."""
+    """Runs ``chunk``, which has the last layer alone, and the ``loss`` in so many ``slices`` of the
+    tokens, about equally long, or as many as there are tokens."""
 
     def __init__(self, chunk: Chunk, loss: Loss, slices: int) -> None:
         self._chunk, self._loss, self._slices = chunk, loss, slices
@@ -61,16 +61,18 @@ class SlicedHead:
     ) -> Iterator[tuple[list[Tensor], Microbatches]]:
         """The inputs of every slice, with its targets and keyword inputs; of a keyword input that
         has no tokens in dimension 1, all."""
-        length = inputs[0].shape[1]
-        for begin in range(0, length, size := -(-length // self._slices)):
+        named, length = batch.keywords_of(microbatch), inputs[0].shape[1]
+        slices = min(self._slices, length)
 
-            def part(x: Tensor, begin: int = begin) -> Tensor:
-                has_tokens = x.dim() > 1 and x.shape[1] == length
-                return x[:, begin : begin + size] if has_tokens else x
+        def parts(x: Tensor) -> Sequence[Tensor]:
+            has_tokens = x.dim() > 1 and x.shape[1] == length
+            return x.tensor_split(slices, 1) if has_tokens else [x] * slices
 
-            keywords = {n: part(x) for n, x in batch.keywords_of(microbatch).items()}
-            targets = [part(batch.targets[microbatch])]
-            yield [part(x) for x in inputs], Microbatches((), targets, [keywords])
+        columns = map(parts, (*inputs, batch.targets[microbatch], *named.values()))
+        for row in zip(*columns, strict=True):
+            own, (target, *keywords) = row[: len(inputs)], row[len(inputs) :]
+            named_own = dict(zip(named, keywords, strict=True))
+            yield [*own], Microbatches((), [target], [named_own])
 
     def _slice(
         self, inputs: Tensors, part: Microbatches, divisor: float

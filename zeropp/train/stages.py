@@ -132,8 +132,8 @@ def _check_slices(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any)
     passed = [x.size[:2] for layer in sizes[-2:] for x in layer.outputs]
     if len(tokens) < 2 or any(size != tokens for size in passed):
         raise InfeasibleError(
-            f"logits_slices={slices}: inputs are {tuple(tokens)}, and the last layer gets and gives "
-            f"{[tuple(size) for size in passed]}, which must all be [rows, tokens, ...]"
+            f"logits_slices={slices}: inputs are {tuple(tokens)}, what the last layer gets and "
+            f"gives {[tuple(size) for size in passed]}; all must be [rows, tokens, ...]"
         )
     if sizes[-1].draws:
         raise InfeasibleError(

@@ -251,8 +251,8 @@ class Chunk:
         return value, torch.stack(losses).sum() if losses else None
 
     def set_loss(self, microbatch: int, loss: Tensor, *, alone: bool) -> None:
-        """Let the backward begin at a loss, too, or at the loss ``alone`` (in the last stage), which
-        raises RuntimeError if it depends on nothing that is trained."""
+        """Let the backward begin at a loss, too, or at the loss ``alone`` (in the last stage);
+        raises RuntimeError if that depends on nothing that is trained."""
         if alone and not loss.requires_grad:
             raise RuntimeError(
                 "train_step: the loss depends on nothing that is trained (is it detached, or "
