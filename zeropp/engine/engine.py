@@ -386,15 +386,6 @@ class Engine:
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), delays=False)
         compute = torch.bfloat16 if plan.precision != "fp32" else None
-        arriving, leaving = (  # what one microbatch sends into the stage, and out of it
-            [
-                TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
-                for x in sizes[cut - 1].outputs
-            ]
-            if 0 < cut < len(sizes)
-            else None
-            for cut in plan.cuts[stage : stage + 2]
-        )
         made = make_flats(
             layers,
             deferred if delays else (),
@@ -434,8 +425,8 @@ class Engine:
             store=store,
             names=[sizes[index].names for index in layers],
             recomputed=blocks[: plan.recomputed_per_stage[stage]],
-            arriving=arriving,
-            leaving=leaving,
+            arriving=_passed(sizes, plan.cuts[stage], compute),
+            leaving=_passed(sizes, plan.cuts[stage + 1], compute),
             seed=seed,
             offload=offload,
         )
@@ -447,6 +438,18 @@ class Engine:
             once = () if flat is self._copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
+
+
+def _passed(
+    sizes: Sequence[LayerSizes], cut: int, compute: torch.dtype | None
+) -> list[TensorShape] | None:
+    """What one microbatch sends over a cut, after this many layers; None at an end of the model."""
+    if not 0 < cut < len(sizes):
+        return None
+    return [
+        TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
+        for x in sizes[cut - 1].outputs
+    ]
 
 
 def _divisor(plan: Plan, settings: Settings) -> int:
