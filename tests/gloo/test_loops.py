@@ -463,6 +463,8 @@ def token_errors(
     """How far this rank's numbers, gradients and parameters are from those of one process."""
     with with_tokens(kind=kind, **degrees) as model:
         relative = []
+        of_rank = [part[model.rows] for part in token_data(0, distribution)]
+        model.engine._evaluator.warm_up(model.training_batch(*of_rank))  # as on a GPU
         for step, numbers in enumerate(expected.numbers):
             share = slice(model.data_parallel_rank, None, model.data_parallel_size)
             loss = model.eval_step(

@@ -488,7 +488,7 @@ def test_logits_in_slices_move_the_head_into_the_backward() -> None:
     more = [price.stages[1].compute - whole.stages[1].compute for price in (few, many)]
     # Every slice reads and writes the sum of the weight's gradients, in fp32.
     added = 6 * shape.vocab * shape.hidden / device.memory_bandwidth_gb_s / 1e9
-    assert 7 * added < more[0] < 0.2 * whole.stages[1].compute
+    assert 7 * added < more[0] < 0.3 * whole.stages[1].compute
     assert more[1] > more[0] + 56 * added
 
 

@@ -117,7 +117,7 @@ class Evaluator:
         may count its calls. What is recomputed may fill caches, which it would otherwise fill in a
         step's forward and not when it is recomputed."""
         passed: Passed = {}
-        if self._last or self._caching or self._head:
+        if self._last or self._caching:
             with self._evaluating(self._caching):
                 [*self._run_unit(batch.first(), range(1), passed)]
         return passed
@@ -151,7 +151,8 @@ class Evaluator:
                 if stage == self._last and self._head is not None:
                     _, _, gradients = self._head.run(output, batch, 0)
                 chunk.backward(0, gradients, split=splits)
-                chunk.backward_weight((0,))
+                if splits:
+                    chunk.backward_weight((0,))
                 for flat in chunk.flats:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once
@@ -186,9 +187,8 @@ class Evaluator:
                 output, loss = chunk.forward(inputs, microbatch, batch.keywords_of(microbatch))
                 if loss is not None:
                     yield microbatch, None, loss
-                if stage < self._last or self._head is not None:
-                    passed[stage + 1] = _shapes(tensors_of(output))
                 if stage < self._last:
+                    passed[stage + 1] = _shapes(tensors_of(output))
                     self._pass_on((stage + 1, microbatch), tensors_of(output), local)
                 else:
                     yield microbatch, output, None

@@ -20,7 +20,7 @@ from zeropp.engine.loss import Loss, Microbatches
 
 class SlicedHead:
     """Runs ``chunk``, which has the last layer alone, and the ``loss`` in so many ``slices`` of the
-    tokens, about equally long, or as many as there are tokens."""
+    tokens, about equally long; in no more than there are tokens."""
 
     def __init__(self, chunk: Chunk, loss: Loss, slices: int) -> None:
         self._chunk, self._loss, self._slices = chunk, loss, slices
@@ -45,9 +45,10 @@ class SlicedHead:
         """The loss of a microbatch over ``divisor``, and its count if the loss gives one, both
         without dimensions; and the gradients of the ``inputs`` [rows, tokens, ...] that may have
         one. Weight gradients are added. Under ``no_grad`` there are no gradients."""
+        detached = [x.detach() for x in tensors_of(inputs)]
         ends = [
             self._slice(tensors, part, divisor)
-            for tensors, part in self._cut(tensors_of(inputs), batch, microbatch)
+            for tensors, part in self._cut(detached, batch, microbatch)
         ]
         losses, counts, gradients = zip(*ends, strict=True)
         return (
