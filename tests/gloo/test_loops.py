@@ -13,6 +13,7 @@ from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -579,6 +580,21 @@ def test_what_slices_of_logits_would_get_wrong_is_refused() -> None:
                 partial(call, tokens, targets[:, 1:]),
             )
         refuses("", partial(model.train_step, tokens, targets))
+
+
+@on_ranks(1)
+def test_logits_of_a_slice_are_freed_before_its_backward() -> None:
+    seen = []
+
+    def total(logits: Tensor, _: Tensor) -> tuple[Tensor, int]:
+        held = ref(logits)
+        if logits.requires_grad:
+            logits.register_hook(lambda _: seen.append(held() is None))
+        return logits.sum(), 1
+
+    with with_tokens(logits_slices=3, microbatch_size=4, loss_fn=total) as model:
+        model.train_step(*token_data(0, "any"))
+    assert seen == [True] * 6
 
 
 @on_ranks(1)
