@@ -140,11 +140,15 @@ class Scaled(nn.Module):
         return self.linear(x) * scale[:, None, None]  # type: ignore[no-any-return]
 
 
-class ByToken(nn.Linear):
+class ByToken(nn.Module):
     """Has a keyword input with a number per token."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return super().forward(x) * scale[..., None]
+        return self.linear(x) * scale[..., None]  # type: ignore[no-any-return]
 
 
 class Handing(nn.Module):
@@ -226,7 +230,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         batches = []
     elif kind == "by token":
         named = {"scale": torch.rand(ROWS, 4), "weight": torch.rand(ROWS)}
-        layers, loss = [*layers, ByToken(WIDTH, WIDTH)], weighted_sum
+        layers, loss = [*layers, ByToken()], weighted_sum
         degrees |= {"sample_keywords": {n: x[:2] for n, x in named.items()}}
         batches = [(*batch, named) for batch in batches]
     elif kind == "mixing head":

@@ -589,7 +589,7 @@ def test_logits_of_a_slice_are_freed_before_its_backward() -> None:
     def total(logits: Tensor, _: Tensor) -> tuple[Tensor, int]:
         held = ref(logits)
         if logits.requires_grad:
-            logits.register_hook(lambda _: seen.append(held() is None))
+            logits.register_hook(lambda _: seen.append(held() is None))  # type: ignore[no-untyped-call]
         return logits.sum(), 1
 
     with with_tokens(logits_slices=3, microbatch_size=4, loss_fn=total) as model:
