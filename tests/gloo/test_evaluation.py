@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -44,6 +43,7 @@ from tests.gloo.models import (
     with_keywords,
 )
 from tests.gloo.world import World, on_ranks
+from zeropp.engine.settings import Settings
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.stages import check_sizes
 from zeropp.types.layout import InfeasibleError
@@ -196,9 +196,7 @@ def test_wrong_keywords_and_rows_are_one_error_on_every_rank(world: World) -> No
 def test_offsets_of_packed_rows_are_no_rows(value: list[int], is_refused: bool) -> None:
     """As many as there are rows, they would be cut into microbatches without a word."""
     keywords = {"cu_seqlens": torch.tensor(value, dtype=torch.int32)}
-    settings: Any = SimpleNamespace(
-        sample=torch.zeros(4, 3), sample_keywords=keywords, tied=None, dropout_seed=1
-    )
+    settings = Settings(sample=torch.zeros(4, 3), sample_keywords=keywords, global_batch=4)
 
     def loss(output: Tensor, targets: Tensor, **keywords: Tensor) -> Tensor:
         del targets, keywords
