@@ -212,14 +212,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def sliced_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same, with no more than a slice of the tokens in fp32 at a time."""
+def sliced_cross_entropy(logits: Tensor, targets: Tensor, tokens: int = 0) -> Tensor:
+    """The same, with no more than a slice of the tokens in fp32 at a time; or, where these are some
+    of so many ``tokens``, their part of the mean over all."""
     total = in_slices(
         lambda part, own: F.cross_entropy(part.float(), own, reduction="sum"),
         logits.flatten(0, 1),
         targets.flatten(),
     )
-    return total / targets.numel()
+    return total / (tokens or targets.numel())
 
 
 @torch.no_grad()

@@ -19,9 +19,12 @@ from zeropp.types.training import OptimizerConfig
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> ZeroppTrainer:
     """Build this rank's part of a plan. All ranks of the world must call it."""
     shape, last = plan.shape, plan.shape.num_pieces - 1
+    in_slices, tokens = plan.logits_slices > 1, plan.global_batch * plan.shape.seq
+    loss_fn = partial(sliced_cross_entropy, tokens=tokens) if in_slices else sliced_cross_entropy
     model = parallelize(
         [partial(_layer, shape, index, seed, device) for index in range(shape.num_pieces)],
-        sliced_cross_entropy,
+        loss_fn,
+        loss_reduction="sum" if in_slices else "mean",
         plan=plan,
         sample=torch.zeros(plan.microbatch_size, shape.seq, dtype=torch.long),
         global_batch=plan.global_batch,

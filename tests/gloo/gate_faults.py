@@ -66,6 +66,7 @@ from tests.gloo.subtle_faults import (
 )
 from zeropp.choose.contender import Contender
 from zeropp.engine.layers import chunk
+from zeropp.engine.sliced_head import SlicedHead
 from zeropp.types.training import OptimizerConfig
 
 _TIED = (
@@ -497,4 +498,24 @@ FAULTS: dict[str, Fault] = {
     **MEGATRON_FAULTS,
 }
 SUBTLE = {**SUBTLE_FAULTS, **SUBTLE_OPTIMIZER_FAULTS}
-_ALL = {**FAULTS, **SUBTLE}
+
+
+def _slice(change: Callable[[Tensor, Tensor | None, list[Tensor]], Any]) -> Fault:
+    """What one slice of logits gives is changed."""
+
+    def make(place: Place, original: Any) -> Any:
+        def run(head: Any, inputs: Any, part: Any, divisor: float) -> Any:
+            given = original(head, inputs, part, divisor)
+            return change(*given) if part.targets[0].shape[1] == 5 else given
+
+        return run
+
+    return patched(SlicedHead, "_slice", make)
+
+
+# In five, five and six tokens.
+SLICED_FAULTS = {
+    "slices of logits weighted equally": _slice(lambda loss, n, g: (loss * 16 / 15, n, g)),
+    "a slice's gradient of its inputs 5 % low": _slice(lambda x, n, g: (x, n, [0.95 * g[0]])),
+}
+_ALL = {**FAULTS, **SUBTLE, **SLICED_FAULTS}

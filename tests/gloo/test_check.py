@@ -140,6 +140,17 @@ class Scaled(nn.Module):
         return self.linear(x) * scale[:, None, None]  # type: ignore[no-any-return]
 
 
+class ByToken(nn.Module):
+    """Has a keyword input with a number per token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(x) * scale[..., None]  # type: ignore[no-any-return]
+
+
 class Handing(nn.Module):
     """Hands all that it takes to the layer inside."""
 
@@ -154,6 +165,12 @@ class Handing(nn.Module):
 def weighted(output: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
     """A mean with weights of rows."""
     return ((output - targets).square() * weight[:, None, None]).mean()
+
+
+def weighted_sum(output: Tensor, targets: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A sum with weights of rows and of tokens."""
+    weights = (weight[:, None] + scale)[..., None]
+    return ((output - targets).square() * weights).sum() / 100
 
 
 def limited(groups: Any) -> torch.optim.Optimizer:
@@ -184,7 +201,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [Behind()]
     elif kind in ("right", "norm", "refused"):
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
-    elif kind in ("begins", "fading", "update"):
+    elif kind in ("begins", "fading", "update", "mixing head", "by token"):
         inner = []
     elif kind == "attention":  # which evaluations run by a kernel of its own in one process
         inner = [nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)]
@@ -211,6 +228,14 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         layers = [nn.Linear(WIDTH, 16), nn.Linear(16, 16), nn.Linear(16, WIDTH)]
     elif kind == "none":
         batches = []
+    elif kind == "by token":
+        named = {"scale": torch.rand(ROWS, 4), "weight": torch.rand(ROWS)}
+        layers, loss = [*layers, ByToken()], weighted_sum
+        degrees |= {"sample_keywords": {n: x[:2] for n, x in named.items()}}
+        batches = [(*batch, named) for batch in batches]
+    elif kind == "mixing head":
+        layers, loss = [*layers, Shift()], squares
+        degrees = {**degrees, "loss_reduction": "tokens"}
     if kind == "refused":
         batches[1][0].requires_grad_()
     try:
@@ -236,6 +261,11 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("eight", {"shard": 2, "precision": "fp8"}, "2 steps"),
         ("none", {"pp": 2}, "ValueError: check: batches has none"),
         ("slice", {"context": 2}, "layers[1]: gives another output"),
+        ("odd", {"pp": 2, "logits_slices": 3}, "2 steps"),
+        ("odd", {"context": 2, "logits_slices": 9}, "2 steps"),
+        ("by token", {"pp": 2, "logits_slices": 3, "loss_reduction": "sum"}, "2 steps"),
+        ("mixing head", {"pp": 2, "logits_slices": 2}, "layers[2]: gives another output"),
+        ("right", {"pp": 2, "logits_slices": 2, "loss_reduction": "sum"}, "loss_fn: the loss is"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
         ("behind", {"pp": 2, "recompute": "selective"}, "gradient, in step 1 (likely: recompute="),

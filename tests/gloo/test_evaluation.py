@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -44,6 +43,7 @@ from tests.gloo.models import (
     with_keywords,
 )
 from tests.gloo.world import World, on_ranks
+from zeropp.engine.settings import Settings
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.stages import check_sizes
 from zeropp.types.layout import InfeasibleError
@@ -196,9 +196,7 @@ def test_wrong_keywords_and_rows_are_one_error_on_every_rank(world: World) -> No
 def test_offsets_of_packed_rows_are_no_rows(value: list[int], is_refused: bool) -> None:
     """As many as there are rows, they would be cut into microbatches without a word."""
     keywords = {"cu_seqlens": torch.tensor(value, dtype=torch.int32)}
-    settings: Any = SimpleNamespace(
-        sample=torch.zeros(4, 3), sample_keywords=keywords, tied=None, dropout_seed=1
-    )
+    settings = Settings(sample=torch.zeros(4, 3), sample_keywords=keywords, global_batch=4)
 
     def loss(output: Tensor, targets: Tensor, **keywords: Tensor) -> Tensor:
         del targets, keywords
@@ -407,27 +405,40 @@ def course_with_tokens(family: str, size: int, length: int = LENGTH) -> Course:
 
 
 def parallel(family: str, length: int = LENGTH, **degrees: Any) -> ParallelModel:
-    shape = SHAPES[family]
+    shape, in_slices = SHAPES[family], degrees.get("logits_slices", 1) > 1
     tied = ((0, "tokens.weight"), (shape.num_pieces - 1, "output.weight"))
     return zeropp.parallelize(
-        made(family), cross_entropy, sample=token_data(0, length)[0], global_batch=ROWS,
-        optimizer=SGD, tied=tied if shape.tied_embeddings else None, dropout_seed=SEED, **degrees,
+        made(family), counted if in_slices else cross_entropy, sample=token_data(0, length)[0],
+        global_batch=ROWS, optimizer=SGD, tied=tied if shape.tied_embeddings else None,
+        dropout_seed=SEED, loss_reduction="tokens" if in_slices else "mean", **degrees,
     )  # fmt: skip
 
 
+def counted(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """The sum over all tokens, and their number."""
+    return cross_entropy(logits, targets) * targets.numel(), targets.numel()
+
+
 def errors_with_tokens(
-    family: str, seed: int, length: int, course: Course
+    family: str, seed: int, length: int, slices: int, course: Course
 ) -> tuple[float, float, float, float]:
-    with parallel(family, length, **topology(seed)) as model:
+    with parallel(family, length, logits_slices=slices, **topology(seed)) as model:
         return errors_of(model, course)
 
 
 @pytest.mark.parametrize(
-    ("family", "seed", "length"),
-    [("gpt", 0, LENGTH), ("gpt", 5, LONG), ("llama", 5, LONG), ("llama", 7, LENGTH)],
+    ("family", "seed", "length", "slices"),
+    [
+        ("gpt", 0, LENGTH, 1),
+        ("gpt", 5, LONG, 1),
+        ("llama", 5, LONG, 1),
+        ("llama", 7, LENGTH, 1),
+        ("gpt", 0, LENGTH, 2),
+        ("llama", 5, LONG, 5),
+    ],
 )
 def test_divided_sequences_are_those_of_one_process(
-    world: World, family: str, seed: int, length: int
+    world: World, family: str, seed: int, length: int, slices: int
 ) -> None:
     """Losses in fp64; the loss and rotary angles of these models are fp32, and so are copies of
     parameters."""
@@ -435,7 +446,7 @@ def test_divided_sequences_are_those_of_one_process(
     expected = course_with_tokens(family, drawn["microbatch_size"], length)
     ranks = prod(drawn[axis] for axis in ("pp", "shard", "context", "replicate"))
     for evaluations, outputs, losses, parameters in world.run(
-        errors_with_tokens, family, seed, length, expected, size=ranks
+        errors_with_tokens, family, seed, length, slices, expected, size=ranks
     ):
         assert largest([evaluations, losses]) < 1e-6, (evaluations, losses, drawn)
         assert parameters < 1e-6, (parameters, drawn)

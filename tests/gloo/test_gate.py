@@ -20,6 +20,7 @@ from tests.gloo.cases import CPU, TIED, request
 from tests.gloo.gate_faults import (
     FAULTS,
     MEGATRON_FAULTS,
+    SLICED_FAULTS,
     SUBTLE,
     find,
     gate_without_last_reduction,
@@ -232,6 +233,14 @@ def test_the_gate_finds_every_fault(
     assert axes == setting.has & {"dp", "tp"}
     for found in world.run(find, spec, faults, size=setting.ranks, timeout_s=480):
         assert list(found) == faults
+        assert found.pop("none") == []
+        assert [name for name, failed in found.items() if not failed] == []
+
+
+def test_the_gate_finds_slices_of_logits_with_other_weights(world: World) -> None:
+    setting = replace(TWO_STAGES, knobs={"pp": 2, "logits_slices": 3})
+    spec = spec_of(Case("zeropp", "fp32", TIED, setting, ()), setting)
+    for found in world.run(find, spec, ["none", *SLICED_FAULTS], size=2):
         assert found.pop("none") == []
         assert [name for name, failed in found.items() if not failed] == []
 

@@ -13,6 +13,7 @@ from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -458,11 +459,13 @@ def alone_with_tokens(tied: bool, distribution: str, kind: str = "sgd") -> Cours
 
 
 def token_errors(
-    seed: int, distribution: str, kind: str, expected: Course
+    degrees: dict[str, Any], distribution: str, kind: str, expected: Course
 ) -> tuple[float, float, float]:
     """How far this rank's numbers, gradients and parameters are from those of one process."""
-    with with_tokens(kind=kind, **topology(seed)) as model:
+    with with_tokens(kind=kind, **degrees) as model:
         relative = []
+        of_rank = [part[model.rows] for part in token_data(0, distribution)]
+        model.engine._evaluator.warm_up(model.training_batch(*of_rank))  # as on a GPU
         for step, numbers in enumerate(expected.numbers):
             share = slice(model.data_parallel_rank, None, model.data_parallel_size)
             loss = model.eval_step(
@@ -487,23 +490,119 @@ def test_random_topologies_are_one_process(world: World, seed: int) -> None:
     for distribution, kind in courses:
         expected = alone_with_tokens(drawn["tied"], distribution, kind)
         for numbers, gradients, parameters in world.run(
-            token_errors, seed, distribution, kind, expected, size=ranks_of(drawn)
+            token_errors, drawn, distribution, kind, expected, size=ranks_of(drawn)
         ):
             assert numbers < 1e-9, (numbers, distribution, kind, drawn)
             assert gradients < 1e-9, (gradients, distribution, kind, drawn)
             assert parameters < 1e-6, (parameters, distribution, kind, drawn)
 
 
+# Slices of equal and of other lengths, more than there are tokens, and a chunk of the head alone.
+SLICES: list[dict[str, Any]] = [
+    {"logits_slices": 4, "microbatch_size": 2},
+    {"logits_slices": 99, "tied": True, "recompute": "full", "loss_fn": huggingface.token_loss},
+    {"logits_slices": 2, "pp": 2, "chunks": 2, "tied": True},
+    {"logits_slices": 3, "pp": 2, "chunks": 3, "shard": 2, "gradient_parts": 3},
+    {"logits_slices": 4, "shard": 2, "chunks": 6, "unit": 2, "split_backward": False},
+    {"logits_slices": 5, "replicate": 2, "replicate_zero": 1, "merged_microbatches": 2, "unit": 4},
+]
+
+
+@pytest.mark.parametrize("degrees", SLICES, ids=str)
+def test_slices_of_logits_are_one_process(world: World, degrees: dict[str, Any]) -> None:
+    """Ignored labels are other shares of every slice."""
+    expected = alone_with_tokens(degrees.get("tied", False), "any")
+    asked = {"microbatch_size": 1, **degrees}
+    for numbers, gradients, parameters in world.run(
+        token_errors, asked, "any", "sgd", expected, size=ranks_of(degrees)
+    ):
+        assert max(numbers, gradients) < 1e-9, (numbers, gradients)
+        assert parameters < 1e-6
+
+
+@on_ranks(1)
+def test_outputs_of_an_evaluation_in_slices_are_those_of_all_tokens() -> None:
+    tokens, targets = token_data(0, "any")
+    found = []
+    for slices in (1, 4):
+        with with_tokens(logits_slices=slices, microbatch_size=2) as model:
+            loss, outputs = model.eval_step(tokens, targets, outputs=lambda logits: logits)
+            found += [
+                (torch.tensor(loss), outputs),
+                (torch.tensor(loss), model.forward_only(tokens)),
+            ]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-12)
+
+
 @on_ranks(2)
 def test_bf16_is_near() -> None:
     loss, norm, _ = alone_with_tokens(False, "any").numbers[0]
-    layers = [layer.float() for layer in token_layers(False)]
     given: dict[str, Any] = {"sample": token_data(0, "any")[0][:2], "global_batch": TOKEN_ROWS}
     given |= {"loss_reduction": "tokens", "optimizer": SGD, "precision": "bf16", "pp": 2}
-    with zeropp.parallelize(layers, token_loss, **given) as model:
-        result = model.train_step(*token_data(0, "any"))
-    numbers = float(result.loss), float(result.grad_norm)
-    assert numbers == pytest.approx((loss, norm), rel=0.02)
+    for slices in (1, 4):
+        layers = [layer.float() for layer in token_layers(False)]
+        with zeropp.parallelize(layers, token_loss, logits_slices=slices, **given) as model:
+            result = model.train_step(*token_data(0, "any"))
+        numbers = float(result.loss), float(result.grad_norm)
+        assert numbers == pytest.approx((loss, norm), rel=0.02)
+
+
+class Pooled(nn.Linear):
+    """Gives one row of numbers for all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
+
+
+@on_ranks(1)
+def test_what_slices_of_logits_would_get_wrong_is_refused() -> None:
+    tokens, targets = token_data(0, "any")
+    given: dict[str, Any] = {"sample": tokens[:1], "global_batch": TOKEN_ROWS, "logits_slices": 4}
+    head, pooled = nn.Linear(WIDTH, VOCABULARY), Pooled(WIDTH, VOCABULARY)
+    dropping, counted = nn.Sequential(nn.Dropout(0.1), head), {"loss_reduction": "tokens"}
+    wrong: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
+        (head, loss_function, {}, "logits_slices=4: a mean of means counts the tokens of some"),
+        (dropping, token_loss, counted, "logits_slices=4: the last layer draws random numbers"),
+        (pooled, token_loss, counted, "logits_slices=4: inputs are (1, 6), what the last layer"),
+        (head, huggingface.label_loss, {}, "loss_fn: shifts labels, which logits_slices=4"),
+    ]
+    for last, loss, more, words in wrong:
+        layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), last]
+        refuses(
+            f"InfeasibleError: {words}",
+            partial(zeropp.parallelize, layers, loss, **given, **more),
+        )
+    with with_tokens(logits_slices=4) as model:
+        for call in (model.train_step, model.eval_step):
+            refuses(
+                "ValueError: targets: (8, 5) are not divided as inputs (8, 6)",
+                partial(call, tokens, targets[:, 1:]),
+            )
+        refuses("", partial(model.train_step, tokens, targets))
+
+
+@on_ranks(1)
+def test_logits_of_a_slice_are_freed_before_its_backward() -> None:
+    seen = []
+
+    def total(logits: Tensor, _: Tensor) -> tuple[Tensor, int]:
+        held = ref(logits)
+        if logits.requires_grad:
+            logits.register_hook(lambda _: seen.append(held() is None))  # type: ignore[no-untyped-call]
+        return logits.sum(), 1
+
+    with with_tokens(logits_slices=3, microbatch_size=4, loss_fn=total) as model:
+        model.train_step(*token_data(0, "any"))
+    assert seen == [True] * 6
+
+
+@on_ranks(1)
+def test_slices_need_a_loss_that_is_trained() -> None:
+    detached = lambda logits, targets: (token_loss(logits.detach(), targets)[0], 1)  # noqa: E731
+    with with_tokens(logits_slices=4, loss_fn=detached) as model:
+        words = "RuntimeError: train_step: the loss depends on nothing that is trained"
+        refuses(words, partial(model.train_step, *token_data(0, "any")))
 
 
 @on_ranks(1)

@@ -265,11 +265,16 @@ def test_points_of_scaling_run_with_every_contender(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "offloaded", "millions"),
-    [(1, 0, 0.01), (8, 0, 0.664), (8, 32, 0.983), (32, 0, 3.015), (32, 32, 4.457)],
+    ("gpus", "offloaded", "slices", "millions"),
+    [
+        *((1, 0, 1, 0.01), (8, 0, 1, 0.664), (8, 32, 1, 0.983)),
+        *((32, 0, 1, 3.015), (32, 32, 1, 4.457)),
+        *((1, 32, 8, 0.01), (8, 0, 8, 1.033), (8, 32, 8, 1.95)),
+        *((32, 0, 8, 4.588), (32, 32, 8, 8.782)),
+    ],
 )
-def test_the_longest_sequences_are_those_of_docs_atlas(
-    gpus: int, offloaded: int, millions: float
+def test_the_longest_sequences_are_those_of_docs_scaling(
+    gpus: int, offloaded: int, slices: int, millions: float
 ) -> None:
     cluster, llama = preset("cluster", "h100", Cluster), preset("model", "llama_8b", ModelShape)
 
@@ -286,6 +291,7 @@ def test_the_longest_sequences_are_those_of_docs_atlas(
             recompute="full",
             compile=True,
             offload_blocks=offloaded,
+            logits_slices=slices,
         )
         return ZEROPP.simulated(task, Candidate(knobs, 1)).peak_bytes / 2**30
 

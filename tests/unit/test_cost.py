@@ -473,3 +473,33 @@ def test_a_second_copy_saves_gathers_beyond_the_node_and_takes_memory() -> None:
     assert 1.1 < gains[0] < gains[1]  # of later microbatches the forwards, too
     with pytest.raises(InfeasibleError, match=r"zero_hpz_partition_size=5: must divide the 64"):
         DEEPSPEED_ZERO3.size(task, Zero3Knobs(shard=64, zero_hpz_partition_size=5), 1)
+
+
+def test_logits_in_slices_move_the_head_into_the_backward() -> None:
+    shape = replace(LLAMA, vocab=128_000)
+    of = [replace(plan(shape, 4, pp=2), logits_slices=n, program="zeropp") for n in (1, 8, 64)]
+    whole, few, many = (price_plan(one, A100) for one in of)
+    assert whole.stages[0] == few.stages[0]
+    assert whole.memory[0] == few.memory[0]
+    tokens, device = 4 * shape.seq, A100.device
+    head_s = matmul_s(device, "bf16", m=tokens, k=shape.hidden, n=shape.vocab)
+    moved = whole.stages[1].forward - few.stages[1].forward
+    assert head_s < moved < 4 * head_s  # with norm and loss
+    more = [price.stages[1].compute - whole.stages[1].compute for price in (few, many)]
+    # Every slice reads and writes the sum of the weight's gradients, in fp32.
+    added = 6 * shape.vocab * shape.hidden / device.memory_bandwidth_gb_s / 1e9
+    assert 7 * added < more[0] < 0.3 * whole.stages[1].compute
+    assert more[1] > more[0] + 56 * added
+
+
+def test_logits_in_slices_exist_one_after_another() -> None:
+    shape = replace(LLAMA, vocab=128_000)
+    of = [replace(plan(shape, 4, pp=2), logits_slices=n, program="zeropp") for n in (1, 4, 8)]
+    whole, four, eight = (price_plan(one, A100).memory[1] for one in of)
+    hidden, logits = (4 * shape.seq * width * 2 for width in (shape.hidden, shape.vocab))
+    assert whole.activations - four.activations == hidden + logits
+    assert four.forward < whole.forward - 2 * logits
+    # In 16 bits logits and their gradient, and three tensors of the loss in fp32.
+    for memory, slices in ((four, 4), (eight, 8)):
+        inside = memory.backward_input - memory.activations - hidden
+        assert inside == pytest.approx((2 + 3 * 2) * logits / slices, rel=1e-3)

@@ -249,6 +249,7 @@ def describe(plan: SizedPlan) -> str:
     words += [f"prefetch={plan.prefetch}"] * (plan.prefetch != 1)
     merged = plan.merged_microbatches
     words += [f"weight gradients of {merged} microbatches in one product"] * (merged > 1)
+    words += [f"logits in {plan.logits_slices} slices"] * (plan.logits_slices > 1)
     if plan.recompute != "none":
         words.append(f"{plan.recompute} recompute")
         if plan.recomputed and layout.chunks == plan.shape.num_pieces:  # every piece is a stage

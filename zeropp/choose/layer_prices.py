@@ -184,9 +184,10 @@ def layer_passes(sizes: Sequence[LayerSizes], plan: SizedPlan, cluster: Cluster)
         device, program, plan.precision, sum(output.size.numel() for output in sizes[-1].outputs)
     )
     last = passes[-1]
-    passes[-1] = PassTimes(
-        last.forward + forward, last.backward_input + backward, last.backward_weight
-    )
+    forward, backward = last.forward + forward, last.backward_input + backward
+    if plan.logits_slices > 1:  # all of it is in the backward
+        forward, backward = 0.0, forward + backward
+    passes[-1] = PassTimes(forward, backward, last.backward_weight)
     for end in {0, len(passes) - 1}:  # of these weight gradients are never delayed
         times = passes[end]
         backward = times.backward_input + times.backward_weight
@@ -293,6 +294,7 @@ class LayerPrices:
             masters = masters / rows + parameters * width
         kept, again = self._kept(plan, begin, end)
         out = output_bytes(sizes[end - 1], plan.precision)
+        out /= plan.logits_slices if end == len(sizes) else 1
         loss = 2 * _FP32 / width * out if end == len(sizes) else 0.0
         boundary = output_bytes(sizes[begin - 1], plan.precision) if begin else 0.0
         sizes_by_kind = {

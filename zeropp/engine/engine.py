@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -29,6 +30,7 @@ from zeropp.engine.ranks.given_rows import GivenRows, RowsError
 from zeropp.engine.ranks.lanes import make_lanes
 from zeropp.engine.settings import Settings
 from zeropp.engine.sharding import make_flats
+from zeropp.engine.sliced_head import SlicedHead
 from zeropp.engine.update.optimizer import ParameterUpdate, Updater
 from zeropp.engine.walk import LayerSizes
 from zeropp.schedule.plan import Plan
@@ -58,6 +60,7 @@ class Engine:
     _earlier: Batches = ()  # before those of this batch size, in earlier runs
     _seeds: StepSeeds | None = None  # where layers draw random numbers
     context: Context | None = None  # the ranks that divide sequences, if there are several
+    _head: SlicedHead | None = None  # what runs the last layer and the loss, if they are in slices
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
     elements = 0  # of the inputs of the last batch, over all data-parallel ranks
 
@@ -112,6 +115,7 @@ class Engine:
                 self.chunks,
                 channels=self._channels,
                 loss=loss,
+                head=self._head,
                 divisor=divisor,
                 update=self.update,
                 merged=plan.merged_microbatches,
@@ -122,6 +126,7 @@ class Engine:
                 chunks=self.chunks,
                 channels=self._channels,
                 loss=loss,
+                head=self._head,
                 barrier=self.barrier,
                 world=self._groups.world,
                 context=self.context,
@@ -380,15 +385,6 @@ class Engine:
         others = (layer for index, layer in layers.items() if index in ends)
         defer_weight_grads(others, WeightGradStore(), delays=False)
         compute = torch.bfloat16 if plan.precision != "fp32" else None
-        arriving, leaving = (  # what one microbatch sends into the stage, and out of it
-            [
-                TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
-                for x in sizes[cut - 1].outputs
-            ]
-            if 0 < cut < len(sizes)
-            else None
-            for cut in plan.cuts[stage : stage + 2]
-        )
         made = make_flats(
             layers,
             deferred if delays else (),
@@ -409,19 +405,26 @@ class Engine:
             offload = Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
         indices, seeds = list(layers), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
-        return Chunk(
-            list(layers.values()),
-            flats,
-            self.lanes,
-            store,
-            names=[sizes[index].names for index in layers],
+        made_of = partial(
+            Chunk,
+            flats=flats,
+            lanes=self.lanes,
             recompute=plan.recompute,
-            recomputed=blocks[: plan.recomputed_per_stage[stage]],
-            arriving=arriving,
-            leaving=leaving,
-            seed=seed,
             compute=compute,
             context=self.context,
+        )
+        if plan.logits_slices > 1 and max(ends) in layers:
+            last = layers.pop(max(ends))
+            head = made_of([last], store=WeightGradStore(), names=[sizes[-1].names])
+            self._head = SlicedHead(head, self.loss, plan.logits_slices)
+        return made_of(
+            list(layers.values()),
+            store=store,
+            names=[sizes[index].names for index in layers],
+            recomputed=blocks[: plan.recomputed_per_stage[stage]],
+            arriving=_passed(sizes, plan.cuts[stage], compute),
+            leaving=_passed(sizes, plan.cuts[stage + 1], compute),
+            seed=seed,
             offload=offload,
         )
 
@@ -432,6 +435,18 @@ class Engine:
             once = () if flat is self._copy else slot.names[:1]
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
+
+
+def _passed(
+    sizes: Sequence[LayerSizes], cut: int, compute: torch.dtype | None
+) -> list[TensorShape] | None:
+    """What one microbatch sends over a cut, after this many layers; None at an end of the model."""
+    if not 0 < cut < len(sizes):
+        return None
+    return [
+        TensorShape(x.size, compute or x.dtype if x.dtype.is_floating_point else x.dtype)
+        for x in sizes[cut - 1].outputs
+    ]
 
 
 def _divisor(plan: Plan, settings: Settings) -> int:

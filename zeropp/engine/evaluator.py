@@ -18,6 +18,7 @@ from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
 from zeropp.engine.ranks.errors import ErrorBarrier, gathered, refusal, together
 from zeropp.engine.ranks.given_rows import RowsError
+from zeropp.engine.sliced_head import SlicedHead
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import Layout
 
@@ -45,6 +46,7 @@ class Evaluator:
         chunks: Mapping[int, Chunk],
         channels: Channels,
         loss: Loss,
+        head: SlicedHead | None,
         barrier: ErrorBarrier,
         world: dist.ProcessGroup | None,
         context: Context | None = None,
@@ -52,7 +54,9 @@ class Evaluator:
         self._schedule, self._layout = schedule, layout
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
         self._loss, self._barrier, self._context = loss, barrier, context
+        self._head = head
         self._roots = [module for chunk in chunks.values() for module in chunk.modules]
+        self._roots += head.modules if head else ()
         again = [root for chunk in chunks.values() for root in chunk.recomputed]
         self._caching = {module for root in again for module in root.modules()}
         self._rank = layout.coordinates(dist.get_rank())["pp"]
@@ -75,10 +79,15 @@ class Evaluator:
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, output, loss in self._run_unit(batch, unit, {}):
                     count = None
-                    if output is not None and outputs is not None:
-                        given.append(outputs(alike(output, [*map(whole, tensors_of(output))])))
                     if output is not None and batch.targets:
-                        loss, count = self._loss(output, batch, microbatch)
+                        if self._head is None:
+                            loss, count = self._loss(output, batch, microbatch)
+                        else:
+                            loss, count, _ = self._head.run(output, batch, microbatch)
+                    if output is not None and outputs is not None:
+                        if self._head is not None:
+                            output = self._head.output(output, batch.keywords_of(microbatch))
+                        given.append(outputs(alike(output, [*map(whole, tensors_of(output))])))
                     if loss is not None:
                         sums[0] += loss * (rows[microbatch] if is_mean else 1)
                     sums[1] += 0 if count is None else count
@@ -132,14 +141,18 @@ class Evaluator:
                 inputs = [torch.zeros_like(shape.empty(device)) for shape in shapes]
                 inputs = [batch.inputs[0]] if stage == 0 else inputs
                 output, loss = chunk.forward(inputs, 0, batch.keywords_of(0))
-                if stage == self._last:
+                is_end = stage == self._last and self._head is None
+                if is_end:
                     loss, _ = self._loss(output, batch, 0)
                 if loss is not None:
-                    chunk.set_loss(0, loss, alone=stage == self._last)
+                    chunk.set_loss(0, loss, alone=is_end)
                 shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
                 gradients = [torch.zeros_like(shape.empty(device)) for shape in shapes]
+                if stage == self._last and self._head is not None:
+                    _, _, gradients = self._head.run(output, batch, 0)
                 chunk.backward(0, gradients, split=splits)
-                chunk.backward_weight((0,))
+                if splits:
+                    chunk.backward_weight((0,))
                 for flat in chunk.flats:
                     flat.reshard()
                     flat.clear_gradients()  # else the sums of all chunks would be held at once

@@ -17,6 +17,7 @@ from zeropp.engine.layers.values import Key, Tensors, chosen, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.collectives import Channels
+from zeropp.engine.sliced_head import SlicedHead
 from zeropp.engine.update.optimizer import ParameterUpdate
 from zeropp.schedule.program import Action, Op, Schedule, before_reductions, merged_weights
 from zeropp.types.training import StepResult
@@ -46,9 +47,10 @@ class Interpreter(ActionRecorder):
     """Runs one rank's program over its chunks, which are by stage.
 
     ``update`` is that of all of them. ``merged``: microbatches whose weight gradients are computed
-    together, at most. The loss of every microbatch is divided by ``divisor``, so
-    that the sum over microbatches and ranks is the loss of the global batch, or, where the loss
-    gives counts, becomes it by the update. Raises ValueError if the rank's program is not that of a
+    together, at most. ``head``: what runs the last layer and the loss in slices, if anything does.
+    The loss of every microbatch is divided by ``divisor``, so that the sum over microbatches and
+    ranks is the loss of the global batch, or, where the loss gives counts, becomes it by the
+    update. Raises ValueError if the rank's program is not that of a
     whole step.
     """
 
@@ -59,6 +61,7 @@ class Interpreter(ActionRecorder):
         *,
         channels: Channels,
         loss: Loss,
+        head: SlicedHead | None,
         divisor: int,
         update: ParameterUpdate,
         merged: int = 1,
@@ -69,7 +72,7 @@ class Interpreter(ActionRecorder):
         self._program = schedule.programs[self._rank]
         self._last = schedule.num_stages - 1
         self._channels = channels
-        self._loss = loss
+        self._loss, self._head = loss, head
         self._divisor = divisor
         self._parameters = update
         self._handlers: dict[Op, Callable[[Action, _Step], None]] = {
@@ -124,7 +127,7 @@ class Interpreter(ActionRecorder):
         ends = {"inputs": 0, "targets": self._last}
         named = [chunk.keywords for chunk in self._chunks.values()]
         if self._last in self._chunks:
-            named.append(self._loss.keywords)
+            named += [self._loss.keywords, *([self._head.keywords] if self._head else ())]
         read = {name for name, stage in ends.items() if stage in self._chunks}
         return read.union(*(chosen(keywords, names) for names in named))
 
@@ -136,20 +139,16 @@ class Interpreter(ActionRecorder):
         else:
             inputs = self._arrived(Op.RECV_F, (stage, microbatch), step.activations, step)
         output, loss = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
-        if stage == self._last:
+        is_end = stage == self._last and self._head is None
+        if is_end:
             main, count = self._loss(output, step.batch, microbatch)
             loss = main if loss is None else main + loss
             step.counts += [] if count is None else [count]
-            if not loss.requires_grad:
-                raise RuntimeError(
-                    "train_step: the loss depends on nothing that is trained (is it detached, or "
-                    "computed under no_grad?)"
-                )
         else:
             step.activations[stage + 1, microbatch] = [x.detach() for x in tensors_of(output)]
         if loss is not None:
             loss = loss / self._divisor
-            chunk.set_loss(microbatch, loss, alone=stage == self._last)
+            chunk.set_loss(microbatch, loss, alone=is_end)
             step.losses.append(loss.detach())
 
     def _backward(self, action: Action, step: _Step) -> None:
@@ -157,12 +156,23 @@ class Interpreter(ActionRecorder):
         gradients: Tensors = ()
         if stage != self._last:
             gradients = self._arrived(Op.RECV_B, (stage, microbatch), step.gradients, step)
+        elif self._head is not None:
+            gradients = self._run_head(self._head, (stage + 1, microbatch), step)
         split = action.op is Op.BACKWARD_INPUT
         input_gradients = self._chunks[stage].backward(
             microbatch, gradients, split=split, is_last=action in self._before_reductions
         )
         if stage > 0:
             step.gradients[stage - 1, microbatch] = input_gradients
+
+    def _run_head(self, head: SlicedHead, key: Key, step: _Step) -> Tensors:
+        """Run the last layer and the loss of a microbatch, from what the last stage has given to
+        its gradients."""
+        inputs = tuple(step.activations.pop(key))
+        loss, count, gradients = head.run(inputs, step.batch, key[1], self._divisor)
+        step.losses.append(loss)
+        step.counts += [] if count is None else [count]
+        return gradients
 
     def _offload(self, action: Action, do: Callable[[Offload, int], None]) -> None:
         """Do something with what an action's microbatch has saved in its stage."""

@@ -289,6 +289,7 @@ def _sum_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
 
 token_loss.loss_reduction = "tokens"  # type: ignore[attr-defined]  # parallelize's default with it
 label_loss.loss_reduction = "tokens"  # type: ignore[attr-defined]
+label_loss.shifts = True  # type: ignore[attr-defined]  # over the end of a slice of tokens
 token_loss.check_targets = partial(  # type: ignore[attr-defined]
     _check_targets,
     shift=0,

@@ -181,7 +181,10 @@ def logits_bytes(work: Work, size: int) -> float:
 def head_kept(work: Work) -> float:
     """Bytes that the head keeps: input and output of the final norm, and the fp32 softmax of the
     loss, or the logits if the loss is fused, or their gradient if it is sliced. Torch's
-    pipeline stages keep their outputs, so that the logits are always kept."""
+    pipeline stages keep their outputs, so that the logits are always kept. In slices it keeps its
+    input alone."""
+    if work.slices > 1:
+        return boundary_bytes(work)
     short = work.program.fused_loss or work.program.loss_gradient == "sliced"
     size = element_bytes(work.precision) if short else _loss_element(work)
     kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
@@ -210,7 +213,7 @@ def head_forward(work: Work) -> float:
     """Bytes of temporaries in the head's forward: the logits and, unless fused, their fp32 copy.
     Megatron's loss turns that copy into the softmax, which the head keeps."""
     e = element_bytes(work.precision)
-    if work.program.fused_loss:
+    if work.program.fused_loss or work.slices > 1:
         return 0.0
     if work.program.loss_gradient == "sliced":  # the logits beside their gradient, and a slice
         slice_ = min(logits_bytes(work, 1), 2**27)
@@ -229,7 +232,12 @@ def head_backward(work: Work) -> float:
     """Bytes of temporaries in the head's backward. Torch's loss makes fp32 gradients of its
     logarithms and of its input and, if cut by the vocabulary, a third tensor
     (``distributed/tensor/parallel/loss.py``). A fused loss works in place and makes only the
-    gradient of the logits."""
+    gradient of the logits. Slices have logits, their gradient and three fp32 tensors of the loss,
+    one slice after another, beside the gradients of their inputs, which are joined at the end."""
+    if work.slices > 1:
+        logits = logits_bytes(work, 1) / work.slices
+        inside = 2 * logits * element_bytes(work.precision) + min(logits, 2**27) * 3 * FP32
+        return boundary_bytes(work) + max(boundary_bytes(work), inside)
     if work.program.loss_gradient == "sliced":  # it is kept already
         return 0.0
     if work.program.fused_loss or work.program.loss_in_place(work.tp):

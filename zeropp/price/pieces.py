@@ -56,6 +56,7 @@ class Work:
     context: int = 1  # ranks that divide sequences
     by_heads: int = 1  # of these, those that exchange heads for tokens; groups of them are a ring
     merged: int = 1  # microbatches whose weight gradients of a linear layer are one product
+    slices: int = 1  # of the tokens, in which the head and the loss run, in the backward if several
 
     @property
     def tokens(self) -> int:
@@ -305,9 +306,11 @@ def _embedding(work: Work) -> PassTimes:
 
 
 def _head(work: Work) -> PassTimes:
-    """The head's times: final norm, logits and loss."""
-    shape, device, precision = work.shape, work.device, work.precision
+    """The head's times: final norm, logits and loss. In slices, each adds its weight gradient to
+    the sum, and all is in the backward."""
+    shape, device, precision, slices = work.shape, work.device, work.precision, work.slices
     h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
+    rows = -(-tokens // slices)
     vocab = shape.vocab
     if work.tp > 1 or work.program.pads_vocabulary:  # to whole 128 columns per rank, as Megatron
         vocab = -(-vocab // (128 * work.tp)) * 128
@@ -319,10 +322,13 @@ def _head(work: Work) -> PassTimes:
         )
     lost = vocab if work.program.vocab_parallel else vocab * work.tp
     loss, loss_backward = loss_s(device, work.program, precision, tokens * lost, work.tp)
-    forward = matmul_s(device, precision, m=tokens, k=h, n=vocab) + norm + loss
-    backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm_backward + loss_backward
-    weight = matmul_s(device, precision, m=h, k=tokens, n=vocab)
+    forward = slices * matmul_s(device, precision, m=rows, k=h, n=vocab) + norm + loss
+    products = slices * matmul_s(device, precision, m=rows, k=vocab, n=h)
+    backward = products + norm_backward + loss_backward
+    weight = matmul_s(device, precision, m=h, k=rows, n=vocab)
     weight += stream_s(device, work.accumulated * h * vocab)
+    if slices > 1:
+        return PassTimes(0.0, forward + backward, slices * weight)
     return PassTimes(forward, backward, weight)
 
 

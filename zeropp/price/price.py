@@ -195,6 +195,7 @@ def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -
         context=plan.layout.context,
         by_heads=by_heads(plan, cluster),
         merged=1 if plan.precision == "fp8" else plan.merged_microbatches,
+        slices=plan.logits_slices,
         accumulated=_accumulated(plan, program),
     )
 

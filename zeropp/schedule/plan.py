@@ -82,6 +82,7 @@ class SizedPlan:
     prefetch: int = 1
     split_backward: bool = True
     merged_microbatches: int = 1  # whose weight gradients of a layer are one product
+    logits_slices: int = 1  # of a microbatch's tokens, in which head and loss are computed
     activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
     compile: bool = False
     # The pieces that share a parameter, of a model whose shape does not say that embedding and head

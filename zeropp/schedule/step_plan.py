@@ -73,6 +73,7 @@ def size_step(
         prefetch=knobs.prefetch,
         split_backward=split,
         merged_microbatches=merged,
+        logits_slices=knobs.logits_slices,
         activation_cap=cap,
         compile=knobs.compile,
         tied_pieces=tied_pieces,

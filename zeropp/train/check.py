@@ -229,6 +229,13 @@ class _Comparison:
         trained = _of_all(self._model.full_parameters())
         with _outputs(dict(enumerate(self._plain))) as expected:
             loss = self._alone.gradients(batch, self.steps - 1)
+        if (plan := self._model.plan).logits_slices > 1:
+            calls, last = outputs.pop(len(self._plain) - 1, []), len(self._plain) - 1
+            of_one = min(plan.logits_slices, batch.inputs[0].shape[1] // plan.layout.context)
+            outputs[last] = [
+                tuple(torch.cat(parts, 1) for parts in zip(*calls[i : i + of_one], strict=True))
+                for i in range(0, len(calls), of_one)
+            ]
         self._compare_outputs(outputs, expected)
         self._compare_losses(result.loss, loss)
         self._compare_gradients(gradients)
@@ -273,7 +280,8 @@ class _Comparison:
         cause = (
             "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
-            "those of the inputs' own tokens; loss_fn reads nothing beside its arguments"
+            "those of the inputs' own tokens; loss_fn reads nothing beside its arguments; with "
+            "logits_slices it is a sum over tokens"
         )
         what = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
         self._compare(2, "loss_fn", far, what, cause)
@@ -309,6 +317,8 @@ class _Comparison:
             "whatever their tokens are, and positions an input 'position_ids'": (
                 plan.layout.context > 1 and not of_gradient
             ),
+            f"logits_slices={plan.logits_slices} gives the last layer and the loss a slice of the "
+            "tokens, between which they may compute nothing": plan.logits_slices > 1,
             "what layers tell each other beside their outputs does not reach another stage, or is "
             "another microbatch's: return it, or give it as a keyword input": (
                 plan.schedule.num_stages > 1 and not of_gradient

@@ -383,6 +383,11 @@ class ParallelModel:
         if not len(inputs):
             return Microbatches((), (), whole=whole)
         context, memory = self.engine.context, inputs.untyped_storage()
+        if self.plan.logits_slices > 1 and inputs.shape[1:2] != targets.shape[1:2]:
+            raise ValueError(
+                f"targets: {tuple(targets.shape)} are not divided as inputs {tuple(inputs.shape)} "
+                f"are, which logits_slices={self.plan.logits_slices} needs (take 1)"
+            )
         own = dict(whole) if context is None else context.parts(whole)
         if any(own[name].untyped_storage() is memory for name in own if name != "inputs"):
             own["inputs"] = own["inputs"].clone()  # a layer may change these on one rank alone

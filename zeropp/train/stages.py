@@ -66,8 +66,9 @@ def measure(
 def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -> None:
     """Raise InfeasibleError for keyword inputs that nothing takes, that no step can be given, or
     with other rows than the sample; for parameters of 16 bits where layers compute in fp32; for
-    tied ones that do not exist or differ in kind; and for layers that draw random numbers without a
-    seed, as what is recomputed would have others."""
+    tied ones that do not exist or differ in kind; for layers that draw random numbers without a
+    seed, as what is recomputed would have others; and as ``_check_slices`` says."""
+    _check_slices(sizes, settings, loss_fn)
     given, tied, rows = settings.sample_keywords, settings.tied, len(settings.sample)
     known = keywords_of(loss_fn).union(*(layer.names for layer in sizes))
     for name, value in given.items():
@@ -110,6 +111,35 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
     if settings.dropout_seed is None and any(draws):
         raise InfeasibleError(
             f"dropout_seed=None: layers[{draws.index(True)}] draws random numbers (give a seed)"
+        )
+
+
+def _check_slices(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -> None:
+    """Raise InfeasibleError for a loss, or a last layer, that needs all tokens at once."""
+    slices, context = settings.logits_slices, settings.layout.context
+    if max(slices, context) > 1 and getattr(loss_fn, "shifts", False):
+        raise InfeasibleError(
+            f"loss_fn: shifts labels, which logits_slices={slices} and context={context} divide "
+            "(give targets that are shifted, and a loss that does not shift them)"
+        )
+    if slices == 1:
+        return
+    if settings.loss_reduction == "mean":
+        raise InfeasibleError(
+            f"logits_slices={slices}: a mean of means counts the tokens of some slices more (let "
+            "loss_fn give a sum and a count with loss_reduction='tokens', or 'sum')"
+        )
+    tokens = settings.microbatch[0].shape[:2]
+    passed = [x.size[:2] for layer in sizes[-2:] for x in layer.outputs]
+    if len(tokens) < 2 or any(size != tokens for size in passed):
+        raise InfeasibleError(
+            f"logits_slices={slices}: inputs are {tuple(tokens)}, what the last layer gets and "
+            f"gives {[tuple(size) for size in passed]}; all must be [rows, tokens, ...]"
+        )
+    if sizes[-1].draws:
+        raise InfeasibleError(
+            f"logits_slices={slices}: the last layer draws random numbers, which would differ "
+            "(put its dropout into the layer before)"
         )
 
 

@@ -44,6 +44,7 @@ class StepKnobs:
     gradient_parts: Annotated[int, AT_LEAST_1] = 1  # in which a chunk's gradients are reduced
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use
     merged_microbatches: Annotated[int, AT_LEAST_1] = 1  # whose weight gradients are one product
+    logits_slices: Annotated[int, AT_LEAST_1] = 1  # of tokens: their logits exist one by one
     split_backward: bool = True  # delay a pipeline's weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile every block

@@ -176,12 +176,12 @@ class Chunk:
         *,
         names: Sequence[frozenset[str]],
         recompute: Recompute,
-        recomputed: Sequence[nn.Module],
-        arriving: Sequence[TensorShape] | None,
-        leaving: Sequence[TensorShape] | None,
-        seed: Callable[[int, int], None] | None,
         compute: torch.dtype | None,
         context: Context | None,
+        recomputed: Sequence[nn.Module] = (),
+        arriving: Sequence[TensorShape] | None = None,
+        leaving: Sequence[TensorShape] | None = None,
+        seed: Callable[[int, int], None] | None = None,
         offload: Offload | None = None,
     ) -> None:
         self.modules, self.flats, self.recomputed = modules, flats, recomputed
@@ -246,7 +246,13 @@ class Chunk:
         return value, torch.stack(losses).sum() if losses else None
 
     def set_loss(self, microbatch: int, loss: Tensor, *, alone: bool) -> None:
-        """Let the backward begin at a loss, too, or at the loss ``alone`` (in the last stage)."""
+        """Let the backward begin at a loss, too, or at the loss ``alone`` (in the last stage);
+        raises RuntimeError if that depends on nothing that is trained."""
+        if alone and not loss.requires_grad:
+            raise RuntimeError(
+                "train_step: the loss depends on nothing that is trained (is it detached, or "
+                "computed under no_grad?)"
+            )
         live = self._live[microbatch]
         live.losses = _edges([loss])
         live.outputs = () if alone else live.outputs
