@@ -508,7 +508,7 @@ SLICES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("degrees", SLICES, ids=str)
+@pytest.mark.parametrize("degrees", SLICES)
 def test_slices_of_logits_are_one_process(world: World, degrees: dict[str, Any]) -> None:
     """Ignored labels are other shares of every slice."""
     expected = alone_with_tokens(degrees.get("tied", False), "any")
