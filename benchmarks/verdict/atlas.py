@@ -66,20 +66,20 @@ def run(config: dict[str, Any]) -> int:
 
 
 def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
-    """The tables of the pages, by name, from the rows of ``plans.csv``: ``brief`` (of README),
-    ``first`` (who is fastest), ``need`` (of tensor parallelism, by model) and ``moves`` (how that
-    changes with batch, GPUs and network), each as users run the programs and with equal settings,
-    as far as the rows have both; and the numbers of their sentences, of the first of these: medians
-    of models are ``MODEL_PRECISION``."""
+    """The tables of the pages, by name, from the rows of ``plans.csv``: ``brief`` (as users run the
+    programs; with equal settings, ``equal``), ``first`` (who is fastest), ``need`` (of tensor
+    parallelism, by model) and ``moves`` (how that changes with batch, GPUs and network), which have
+    both as far as the rows do; and the numbers of their sentences, as users run the programs:
+    medians of models are ``MODEL_PRECISION``."""
     plans = with_precision(plans)
     by_mode = {mode: _tables(plans[plans["mode"] == mode]) for mode in SETTINGS
                if (plans["mode"] == mode).any()}  # fmt: skip
     first = next(iter(by_mode.values()))
     both = {
         name: "\n\n".join(f"{_CAPTIONS[m]}:\n\n{of[name]}" for m, of in by_mode.items())
-        for name in ("brief", "first", "need", "moves")
+        for name in ("first", "need", "moves")
     }
-    return first | both
+    return first | both | {"equal": by_mode["best"]["brief"]}
 
 
 _CAPTIONS = {

@@ -134,9 +134,13 @@ def test_both_settings_have_a_table_and_that_of_users_is_the_first() -> None:
     rows = _rows({})
     own = rows.assign(mode="own", tokens_per_s_per_gpu=2 * rows["tokens_per_s_per_gpu"])
     tables = atlas_tables(pd.concat([rows, own]))
-    assert re.findall(r"^(As users|Equal settings)", tables["brief"], re.MULTILINE) == [
+    assert re.findall(r"^(As users|Equal settings)", tables["need"], re.MULTILINE) == [
         "As users", "Equal settings",
     ]  # fmt: skip
+    rows.loc[rows["contender"] == "zeropp", "tokens_per_s_per_gpu"] *= 10
+    again = atlas_tables(pd.concat([rows, own]))
+    assert again["brief"] == tables["brief"]
+    assert again["equal"] != tables["equal"]
 
 
 def test_a_program_is_first_by_all_of_its_rows() -> None:
