@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
 from itertools import product
@@ -28,7 +29,9 @@ from benchmarks.report.ratio_errors import factor, need_text
 from benchmarks.report.searches import MOST_GAP
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in, program_label
+from benchmarks.specification.reading import beside_preset, flat, validated
 from zeropp.choose.contender import overrides
+from zeropp.types.shape import ModelShape
 
 if TYPE_CHECKING:
     import altair as alt
@@ -247,7 +250,8 @@ def _command(row: dict[Any, Any]) -> str:
     spec = row["source"]["spec"]
     own, seq = spec["model"]["name"], spec["model"]["seq"]
     long = f"_{seq // 1024}k"
-    words = [f"model={own.removesuffix(long)}", *[f"model.seq={seq}"] * own.endswith(long)]
+    model = replace(validated(ModelShape, spec["model"]), name=own.removesuffix(long))
+    words = [f"model={model.name}", *flat(beside_preset("model", model), "model")]
     words += [f"cluster={spec['cluster']['name']}", f"num_gpus={row['num_gpus']}"]
     if (share := spec.get("bandwidth", 1.0)) != 1.0:
         rate = share * spec["cluster"]["inter"]["bandwidth_gb_s"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -47,6 +49,31 @@ def preset(group: str, name: str, kind: type) -> Any:
             f"{group}={name}: not a YAML file: {' '.join(str(error).split())}"
         ) from None
     return validated(kind, values, group)
+
+
+def beside_preset(group: str, used: Any) -> dict[str, Any]:
+    """The fields of a ``used`` model or cluster that its preset, the file of its name, has
+    otherwise, as a nested mapping; empty if no file has its name."""
+    with suppress(SpecError):
+        return _otherwise(asdict(used), asdict(preset(group, used.name, cast("Any", type(used)))))
+    return {}
+
+
+def _otherwise(used: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _otherwise(value, old) if isinstance(value, dict) and isinstance(old, dict) else value
+        for name, value in used.items()
+        if value != (old := known.get(name))
+    }
+
+
+def flat(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """A nested mapping as words of a command line: ``model.seq=32768``."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}.{name}")
+        else:
+            yield f"{prefix}.{name}={'null' if value is None else value}"
 
 
 def _refuse_truth_as_number(values: Any, made: Any, field: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from benchmarks.report.searches import Best, search_rows
 from benchmarks.specification import SpecError
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import CONTENDERS, ROWS, setting_of, sides
-from benchmarks.specification.reading import validated
+from benchmarks.specification.reading import beside_preset, flat, validated
 from benchmarks.specification.run_spec import SearchSpec, check_heads, check_priced
 from zeropp.choose.contender import describe, overrides
 from zeropp.choose.search import SLOWER
@@ -149,11 +150,13 @@ def show(task: Task, bests: list[Best]) -> None:
 
 def print_commands(spec: TuneSpec, outcomes: list[Best]) -> None:
     """Print the command of every winner that can be run, and write it into ``out`` as an
-    experiment, in which model and cluster are presets."""
+    experiment, in which model and cluster are presets, with what was asked for otherwise."""
     cell: dict[str, Any] = {"num_gpus": spec.num_gpus, "global_batch": spec.global_batch}
     cell["precision"] = spec.precision
     presets = {"model": spec.model.name, "cluster": spec.cluster.name}
+    other = {group: beside_preset(group, getattr(spec, group)) for group in presets}
     words = [f"{key}={value}" for key, value in (presets | cell).items()]
+    words += chain.from_iterable(flat(values, group) for group, values in other.items())
     for outcome in outcomes:
         winner, contender, name = outcome.winner, outcome.outcome.contender, outcome.name
         if winner is None or contender.name not in CONTENDERS:  # others are priced only
@@ -163,7 +166,7 @@ def print_commands(spec: TuneSpec, outcomes: list[Best]) -> None:
         command = " ".join(["zeropp run", *words, *overrides(candidate)])
         if spec.out is not None:
             groups = presets | {"contender": candidate.knobs.name}
-            values = cell | {"microbatch_size": candidate.microbatch_size}
+            values = cell | other | {"microbatch_size": candidate.microbatch_size}
             values["contender"] = asdict(candidate.knobs)
             defaults = [{f"override /{group}": preset} for group, preset in groups.items()]
             body = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults} | values))

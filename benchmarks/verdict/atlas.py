@@ -79,7 +79,7 @@ def atlas_tables(plans: pd.DataFrame) -> dict[str, str]:
         name: "\n\n".join(f"{_CAPTIONS[m]}:\n\n{of[name]}" for m, of in by_mode.items())
         for name in ("first", "need", "moves")
     }
-    return first | both | {"equal": by_mode["best"]["brief"]}
+    return first | both | {"equal": by_mode.get("best", first)["brief"]}
 
 
 _CAPTIONS = {

@@ -14,6 +14,7 @@ left gives its *gap*. Last, it climbs: it tries what is beside its winner, as lo
 faster, and fewer offloaded blocks as long as they fit and take no longer. So no configuration of
 the space is faster than the winner by more than gap and tolerance, as far as the bounds hold, with
 these limits: of recomputed blocks, half and all are tried, and others beside the winner; of
+offloaded blocks, the fewest that fit with the activation cap, and others beside the winner; of
 activation caps, the largest that fits, and others beside the winner; chunks share buffers as the
 contender's ``families`` say. The runner-up is the best of those that were simulated with other
 degrees.
@@ -192,7 +193,7 @@ class Member(Family[K]):
         if not self.is_begun:
             return [*search.begun(self)] or search.offloading_more(self)
         if not self.is_told:
-            return search.told(self)
+            return [*search.told(self)] or search.offloading_more(self)
         return search.evaluate(self)
 
 
@@ -573,8 +574,9 @@ class _Search(Generic[K]):
             candidate, plan, held = more
             times = self.contender.prices.times(plan, self.task.cluster)
             price = PlanPrice(**vars(times), **vars(held))
-            bound_s = max(entry.bound_s, least_step_s(plan, price))
-            yield replace(entry, bound_s=bound_s, candidate=candidate, plan=plan, price=price)
+            new = {"candidate": candidate, "plan": plan, "price": price}
+            bound_s = least_step_s(plan, price)
+            yield replace(entry, **new, bound_s=bound_s, is_begun=False, is_told=False)
 
     def begun(self, entry: Member[K]) -> Iterable[Member[K]]:
         """The entry with the largest activation cap with which the beginning of a step fits, which

@@ -127,7 +127,7 @@ def _check_slices(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any)
     if settings.loss_reduction == "mean":
         raise InfeasibleError(
             f"logits_slices={slices}: a mean of means counts the tokens of some slices more (let "
-            "loss_fn give a sum and a count with loss_reduction='tokens', or 'sum')"
+            "loss_fn give a sum and a count with loss_reduction='tokens', or its sum with 'sum')"
         )
     tokens = settings.microbatch[0].shape[:2]
     passed = [x.size[:2] for layer in sizes[-2:] for x in layer.outputs]

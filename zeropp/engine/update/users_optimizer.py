@@ -43,6 +43,29 @@ def uses_of(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> dict[
         groups, optimizer = _made_empty(asked, shapes, torch.device("meta"))
     except InfeasibleError:  # which says why, here or there
         groups, optimizer = _made_empty(asked, shapes, device)
+    else:
+        device = torch.device("meta")
+    turned = {name: group[::-1] for name, group in shapes.items()}
+    mirrored, other = _made_empty(asked, turned, device)
+    found, again, uses = _uses(optimizer), _uses(other), {}
+    # What is in no group is refused by name when the optimizer is made of real ones.
+    nothing = GroupUse(False, 0), ""
+    for name, members in groups.items():
+        of_group = [found.get(id(one), nothing) for one in members]
+        if of_group != [again.get(id(one), nothing) for one in mirrored[name][::-1]]:
+            raise InfeasibleError(
+                f"optimizer: treats parameters of group {name!r} by their places, where each "
+                "rank has others (give group_of=, and each group its own settings)"
+            )
+        kinds = [use for use, _ in of_group]
+        is_whole = len(set(of_group)) > 1 or any(use.whole for use in kinds)
+        uses[name] = GroupUse(is_whole, max((use.numbers for use in kinds), default=0))
+    return uses
+
+
+def _uses(optimizer: optim.Optimizer) -> dict[int, tuple[GroupUse, str]]:
+    """What an optimizer does with each parameter, by its identity, and the place and options of
+    what updates it."""
     found: dict[int, tuple[GroupUse, str]] = {}
     for place, part in enumerate(parts_of(optimizer)):
         hooks = [one for name, one in vars(part).items() if "hook" in name or name == "step"]
@@ -52,22 +75,7 @@ def uses_of(asked: MakeOptimizer, shapes: Shapes, device: torch.device) -> dict[
             numbers = _KEPT.get(type(part), 2) + sum(bool(group.get(name)) for name in _MORE)
             use = GroupUse(whole, numbers), f"{place} {plain}"
             found |= dict.fromkeys(map(id, group["params"]), use)
-    # What is in no group is refused by name when the optimizer is made of real ones.
-    nothing = GroupUse(False, 0), ""
-    uses = {}
-    for name, members in groups.items():
-        of_shape: dict[torch.Size, tuple[GroupUse, str]] = {}
-        for one in members:
-            use = found.get(id(one), nothing)
-            if of_shape.setdefault(one.shape, use) != use:
-                raise InfeasibleError(
-                    f"optimizer: treats parameters of group {name!r} by their places, where each "
-                    "rank has others (give group_of=, and each group its own settings)"
-                )
-        kinds = [use for use, _ in of_shape.values()]
-        is_whole = len(set(of_shape.values())) > 1 or any(use.whole for use in kinds)
-        uses[name] = GroupUse(is_whole, max((use.numbers for use in kinds), default=0))
-    return uses
+    return found
 
 
 def _made_empty(
