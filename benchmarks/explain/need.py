@@ -42,7 +42,10 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
             yield f"Of one program, without over with: {told}."
     yield from _published(task)
     cut = [*missing, *(best.label for best in bests if best.gap > MOST_GAP)]
-    yield f"Do you need tensor parallelism here? {_answer(fastest, cut)}"
+    answer = _answer(fastest, cut)
+    if not any(best.outcome.contender.space.tensor for best in bests):
+        answer = "Cannot be told: no program that may have it was searched."
+    yield f"Do you need tensor parallelism here? {answer}"
 
 
 def _step_s(best: Best) -> float:

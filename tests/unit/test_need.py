@@ -19,10 +19,11 @@ from benchmarks.report import searches
 from benchmarks.report.ratio_errors import factor, need_text
 from benchmarks.report.searches import Best, _atlas, atlas_plans, best_of, search_rows
 from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in
-from benchmarks.specification.reading import preset
+from benchmarks.specification.reading import beside_preset, flat, preset
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Task
 from zeropp.price.cluster import Cluster
+from zeropp.types.shape import ModelShape
 
 SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
 SMALL = replace(task(8, 16), shape=SHAPE)
@@ -69,6 +70,11 @@ def test_a_search_that_was_cut_answers_nothing() -> None:
     assert last.endswith("Searches that were cut: FSDP2.")
     (*_, last) = need_lines(SMALL, found(), ["ZeroPP"])
     assert last.endswith("Searches that were cut: ZeroPP.")
+
+
+def test_without_a_program_that_may_have_it_nothing_is_said() -> None:
+    (*_, last) = lines(found()[:1])
+    assert last.endswith("Cannot be told: no program that may have it was searched.")
 
 
 def test_published_runs_of_the_very_case_are_named() -> None:
@@ -152,3 +158,14 @@ def test_every_program_of_the_atlas_has_both_sides_or_one() -> None:
         tensor = {row.allows(row.contender.knobs(tp=tp)) for tp in (1, 8)
                   if row.contender.space.tensor}  # fmt: skip
         assert tensor in ({True, False}, set()), name
+
+
+def test_a_command_says_what_differs_from_the_presets() -> None:
+    small = replace(preset("model", "llama_8b", ModelShape), seq=512)
+    assert [*flat(beside_preset("model", small), "model")] == ["model.seq=512"]
+    cluster = preset("cluster", "h100", Cluster)
+    assert beside_preset("cluster", cluster) == {}
+    slow = replace(cluster, host=None, device=replace(cluster.device, memory_gib=70))
+    words = [*flat(beside_preset("cluster", slow), "cluster")]
+    assert words == ["cluster.device.memory_gib=70", "cluster.host=null"]
+    assert beside_preset("model", replace(small, name="another")) == {}
