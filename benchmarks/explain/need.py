@@ -43,7 +43,7 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     yield from _published(task)
     cut = [*missing, *(best.label for best in bests if best.gap > MOST_GAP)]
     answer = _answer(fastest, cut)
-    if not any(best.outcome.contender.space.tensor for best in bests):
+    if bests and not any(best.outcome.contender.space.tensor for best in bests):
         answer = "Cannot be told: no program that may have it was searched."
     yield f"Do you need tensor parallelism here? {answer}"
 
