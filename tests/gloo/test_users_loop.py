@@ -57,7 +57,8 @@ def shifting() -> nn.Module:
 
 
 class Moving(nn.Module):
-    """Changes buffers in every forward (no checkpoint has the first one), and counts them."""
+    """Changes buffers in every forward (no checkpoint has the first one), counts them, and draws by
+    Python's generator, which ``fresh`` seeds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,6 +538,8 @@ class Drawn(nn.Linear):
 
 def first_values(degrees: dict[str, Any]) -> dict[str, Tensor]:
     torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
     with built([Drawn] * 4, **degrees) as model:
         return dict(model.full_parameters())
 
