@@ -122,6 +122,20 @@ def test_the_search_takes_it_where_memory_is_short() -> None:
     assert any(a.op is Op.LOAD for a in taken.plan.schedule.programs[0])
 
 
+def test_the_search_sends_as_few_blocks_as_fit_whatever_else_is_open() -> None:
+    """A third of the blocks: with all of them offloaded, recomputation beats this kind."""
+    slow = on(replace(HOST, bandwidth_gb_s=25), memory_gib=20.0)
+    asked = ZeroppKnobs(pp=1, shard=64, replicate=1, context=1, replicate_zero=0, chunks=42)
+
+    def found(**fixed: Any) -> Any:
+        wanted = replace(asked, **fixed)
+        return search(replace(task(64, 64), cluster=slow), ZEROPP, wanted, 1).winner
+
+    best, selective, every = found(), found(recompute="selective"), found(offload_blocks=40)
+    assert 0 < best.plan.offload_blocks < 20
+    assert best.step_s <= 1.005 * selective.step_s < every.step_s
+
+
 @pytest.mark.parametrize(
     ("contender", "asked"), [(FSDP, FSDPKnobs()), (MEGATRON_FSDP, MegatronFSDPKnobs())]
 )
