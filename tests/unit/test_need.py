@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,10 @@ from benchmarks.records.simulated import shape_named
 from benchmarks.report import searches
 from benchmarks.report.ratio_errors import factor, need_text
 from benchmarks.report.searches import Best, _atlas, atlas_plans, best_of, search_rows
+from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in
 from benchmarks.specification.reading import beside_preset, flat, preset
+from benchmarks.tune.best_plans import checked, print_commands
 from tests.unit.simulated_task import task
 from zeropp.choose.task import Task
 from zeropp.price.cluster import Cluster
@@ -169,3 +172,16 @@ def test_a_command_says_what_differs_from_the_presets() -> None:
     words = [*flat(beside_preset("cluster", slow), "cluster")]
     assert words == ["cluster.device.memory_gib=70", "cluster.host=null"]
     assert beside_preset("model", replace(small, name="another")) == {}
+
+
+def test_the_commands_of_winners_are_of_the_case_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model=llama_8b", "model.seq=4096", "cluster=h100", "num_gpus=8", "global_batch=16"]
+    (config,) = compose("tune", [*words, "contenders=fsdp"])
+    spec = checked(config)
+    print_commands(spec, [*found()[:1]])
+    assert "zeropp run model=llama_8b cluster=h100" in (told := capsys.readouterr().out)
+    assert " model.seq=4096 contender=fsdp" in told
+    print_commands(replace(spec, out=str(tmp_path)), [*found()[:1]])
+    assert "model:\n  seq: 4096\n" in (tmp_path / "experiment" / "best_fsdp.yaml").read_text()
