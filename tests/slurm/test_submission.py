@@ -62,6 +62,7 @@ STAGES = {
     ("stage", "number"),
     [
         ("copying the checkout", signal.SIGINT),
+        ("copying the checkout", signal.SIGKILL),
         ("looking into the queue", signal.SIGINT),
         ("submitting the second array", signal.SIGINT),
         ("submitting the points", signal.SIGKILL),

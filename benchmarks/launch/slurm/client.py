@@ -132,7 +132,7 @@ def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | 
             errors="replace",
             timeout=timeout_s,
             check=False,
-            preexec_fn=_end_with_the_launcher,
+            preexec_fn=end_with_the_launcher,
             env=clean | dict(more or {}),
         )
     except FileNotFoundError:
@@ -158,7 +158,7 @@ def _said(*command: str, timeout_s: float = TIMEOUT_S) -> str:
         return ""
 
 
-def _end_with_the_launcher() -> None:
+def end_with_the_launcher() -> None:
     """On Linux, end with the launcher: an sbatch that goes on after the launcher was killed would
     submit a job while the next launcher already looks for it."""
     if _PRCTL is not None:

@@ -28,6 +28,7 @@ from benchmarks.launch.slurm.client import (
     SlurmError,
     absence,
     cluster_facts,
+    end_with_the_launcher,
     site_defaults,
     submit,
 )
@@ -273,7 +274,12 @@ def copy_checkout(target: Path) -> None:
 
 def _git(*arguments: str) -> str:
     done = subprocess.run(
-        ["git", *arguments], capture_output=True, text=True, timeout=300, check=False
+        ["git", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        preexec_fn=end_with_the_launcher,
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
