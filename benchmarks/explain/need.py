@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from benchmarks.report.ratio_errors import need_text, priced_runs, ratio_text
+from benchmarks.report.ratio_errors import NONE_WITH_TP, need_text, priced_runs, ratio_text
 from benchmarks.report.searches import MOST_GAP, Best
 from benchmarks.specification import DTYPES
 from benchmarks.specification.contenders import program_label
@@ -44,7 +44,7 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     cut = [*missing, *(best.label for best in bests if best.gap > MOST_GAP)]
     answer = _answer(fastest, cut)
     if bests and not any(best.outcome.contender.space.tensor for best in bests):
-        answer = "Cannot be told: no program that may have it was searched."
+        answer = NONE_WITH_TP
     yield f"Do you need tensor parallelism here? {answer}"
 
 

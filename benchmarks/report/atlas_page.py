@@ -25,7 +25,7 @@ from benchmarks.records.record import write_atomically
 from benchmarks.records.simulated import BASES
 from benchmarks.report import display, style
 from benchmarks.report.frame import CELL, best_or_failed
-from benchmarks.report.ratio_errors import factor, need_text
+from benchmarks.report.ratio_errors import NONE_WITH_TP, factor, need_text
 from benchmarks.report.searches import MOST_GAP
 from benchmarks.specification import SpecError
 from benchmarks.specification.contenders import ATLAS, ROWS, candidate_in, program_label
@@ -60,6 +60,7 @@ _STYLE = """<meta name="viewport" content="width=device-width, initial-scale=1">
 body { font: 15px/1.4 system-ui, sans-serif; color: var(--ink); background: var(--ground);
   max-width: 820px; margin: 1rem auto; padding: 0 12px }
 body .vega-embed.vega-embed { flex-direction: column; padding: 0 }
+.vega-embed svg { max-width: 100%; height: auto }
 .vega-embed svg text { fill: var(--ink) }
 form.vega-bindings { order: -1; display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 8px 0 }
 h1 { font-size: 1.3rem }
@@ -179,6 +180,8 @@ def answers(rows: pd.DataFrame, measured: Callable[[dict[Any, Any]], str]) -> di
         text = need_text(ratios["without"], one_program=ratios["one_program"])
         if ratios["cut"]:
             text = f"Cannot be told, as a search was cut. {text}"
+        if not any(ROWS[name].contender.space.tensor for name in of["contender"]):
+            text = NONE_WITH_TP
         texts[str(key)] = " ".join(filter(None, (text, measured(of.to_dict("records")[0]))))
     return texts
 
@@ -320,7 +323,7 @@ def _bars(lines: pd.DataFrame, names: list[str]) -> alt.LayerChart:
     return (
         _looked_up(alt.layer(*layers, data=table), lines, "datum.contender")
         .transform_calculate(text=none, plan="datum.plan || ''")
-        .properties(width=_WIDTH, height={"step": 88})
+        .properties(width=_WIDTH, height={"step": 94})
     )
 
 

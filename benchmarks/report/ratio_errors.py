@@ -161,6 +161,9 @@ def ratio_text(ratio: float, *, one_program: bool, tensor: bool = False) -> str:
     return f"{ratio:.2f} [{ratio / reach:.2f}, {ratio * reach:.2f}]"
 
 
+NONE_WITH_TP = "Cannot be told: no program that may have it was searched."
+
+
 def need_text(ratio: float, *, one_program: bool) -> str:
     """Whether tensor parallelism is needed, by the simulated speed without it over that with it: 0
     and infinity where no plan of one side fits, NaN where none of both does."""
