@@ -12,6 +12,7 @@ from baselines.zeropp.contender import ZeroppKnobs, size
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
 from zeropp.schedule.plan import SizedPlan
+from zeropp.types import frozen
 from zeropp.types.layout import InfeasibleError, Layout
 
 degree = st.integers(1, 4)
@@ -28,6 +29,15 @@ def test_ranks_and_places_are_one_to_one(
     assert places[0]["tp"] == 0
     if tp > 1:
         assert places[1] == places[0] | {"tp": 1}  # tensor parallelism is innermost
+
+
+def test_a_fast_copy_computes_its_properties_again_and_has_fields_alone() -> None:
+    layout = Layout(pp=2, shard=2)
+    assert layout.world == 4
+    copy = frozen.replace(layout, pp=4)
+    assert (copy, copy.world, layout.world) == (Layout(pp=4, shard=2), 8, 4)
+    with pytest.raises(TypeError, match="Layout has no field 'shards_'"):
+        frozen.replace(layout, shards_=2)
 
 
 def request(
