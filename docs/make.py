@@ -34,7 +34,7 @@ from benchmarks.explain.screen import show, show_best, show_changes
 from benchmarks.records.simulated import TABLE
 from benchmarks.report.atlas_page import write_page
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
-from benchmarks.report.display import contender_label, model_label
+from benchmarks.report.display import cluster_label, contender_label, model_label
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.one_gpu import one_gpu_tables
 from benchmarks.report.opponents import moved_table, opponents_table
@@ -50,6 +50,7 @@ from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.tables import as_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification import DTYPES, SpecError
+from benchmarks.specification.contenders import ROWS
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
 from benchmarks.verdict.measured_pairs import pairs_figure, pairs_of_case, pairs_table
@@ -370,6 +371,21 @@ def _scaling(name: str) -> str:
     return markdown(as_table(pd.read_csv(_REFERENCE / "scaling" / f"{name}.csv")).grid())
 
 
+def _host_link(_: str) -> str:
+    """Speeds without and with activations in the host's memory, by its link."""
+    rows = pd.read_csv(_REFERENCE / "scaling" / "host_link.csv")
+    names, of_link = [name for name in rows if name in ROWS], "cluster.host.bandwidth_gb_s"
+    kept = rows[rows[of_link].isna()].set_index(["model", "cluster"])[names]
+    lines = []
+    for row in rows[rows[of_link].notna()].to_dict("records"):
+        before = kept.loc[(row["model"], row["cluster"])]
+        pairs = [f"{before[name]:,.0f} → {row[name]:,.0f}" for name in names]
+        case = [model_label(row["model"]), cluster_label(row["cluster"])]
+        lines.append([*case, f"{row[of_link]:g}", *(pair.replace("nan", "–") for pair in pairs)])
+    heads = ["model", "cluster", "link [GB/s]", *map(contender_label, names)]
+    return markdown_table(heads, lines)
+
+
 def _opponents(program: str) -> str:
     """The settings of an opponent, or how far those that were searched move the verdict."""
     if program == "moved":
@@ -422,6 +438,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "measured_pairs": pairs_table,
     "atlas": _atlas,
     "scaling": _scaling,
+    "host_link": _host_link,
     "comparison": _comparison,
     "across": _across,
     "verdict": _verdict,
