@@ -91,6 +91,8 @@ class Family(Generic[K]):
     plan: SizedPlan | None  # None: not sized yet
     forwards: int = 0  # of the step that is simulated, where that takes long
     turn: int = 0  # those of a lower turn come first, whatever their bounds
+    # Those that may fit, once it is known that there are some; they are read once.
+    members: Iterable[tuple[Candidate[K], SizedPlan, StepBytes]] | None = None
 
     @property
     def place(self) -> tuple[int, float, int]:
@@ -111,11 +113,14 @@ class Family(Generic[K]):
         if plan is None:
             yield from search.follow(self.alike)
             return
-        members = search.that_may_fit(self, plan)
-        first = next(members, None)  # the others are sized when the family comes up again
-        if first and (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
-            yield replace(self, bound_s=bound_s, plan=plan)
-        elif first:
+        members = iter(self.members or search.that_may_fit(self, plan))
+        first = next(members, None)
+        if first is None:
+            return
+        members = chain((first,), members)
+        if (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
+            yield replace(self, bound_s=bound_s, plan=plan, members=members)
+        else:
             plan = search.offloading_least(self, plan)
             times = search.contender.prices.times(plan, search.task.cluster)
             yield Priced(
@@ -127,7 +132,7 @@ class Family(Generic[K]):
                 plan=plan,
                 turn=self.turn,
                 times=times,
-                members=chain((first,), members),
+                members=members,
             )
 
 
