@@ -472,25 +472,30 @@ class _Phase:
     passes: list[float]  # seconds of one microbatch
     arrive: list[float]  # until the first microbatch is at the next chunk
     # Seconds for which compute waits for a copy longer than the passes beside it: between two
-    # microbatches of a chunk, and in all between one chunk and the next.
+    # microbatches of a chunk, and between one chunk and the next.
     within: list[float]
-    between: float
+    between: list[float]
 
     def waits(self, unit: int) -> float:
         """Seconds for which compute waits for the copies of a unit, if all are passes there."""
-        return (unit - 1) * sum(self.within) + self.between
+        return (unit - 1) * sum(self.within) + sum(self.between)
 
     def seconds(self, unit: int) -> float:
         """From the first pass of a unit of microbatches to the end of its last, at least."""
-        return self.until_last(unit) + unit * self.passes[-1]
+        in_turn = self._in_turn(unit) + unit * self.passes[-1]
+        return max(in_turn, unit * sum(self.passes) + self.waits(unit))
 
     def until_last(self, unit: int) -> float:
-        """From the first pass of a unit to the begin of its last chunk, at least. A chunk begins
-        when its first microbatch has come through all ranks, and when the rank has the chunk before
-        behind it."""
+        """From the first forward of a unit to the begin of its last chunk, at least; what comes
+        last in ``between`` may be waited for later."""
+        waits = self.waits(unit) - sum(self.between[-1:])
+        return max(self._in_turn(unit), unit * sum(self.passes[:-1]) + waits)
+
+    def _in_turn(self, unit: int) -> float:
+        """A chunk begins when its first microbatch has come through all ranks, and when the rank
+        has the chunk before behind it."""
         chunks = zip(self.passes, self.within, self.arrive, strict=False)
-        in_turn = sum(max(unit * each + (unit - 1) * wait, way) for each, wait, way in chunks)
-        return max(in_turn, unit * sum(self.passes[:-1]) + self.waits(unit))
+        return sum(max(unit * each + (unit - 1) * wait, way) for each, wait, way in chunks)
 
 
 def _phases(
@@ -519,7 +524,7 @@ def _phases(
         [cost.forward for cost in costs],
         [latency.to[after] - latency.to[s] for s, after in pairwise(stages)],
         [*_longer(sent, ahead), *unsent],
-        sum(_longer(sent[: max(0, len(stages) - 4)], beside)),
+        _longer(sent[: max(0, len(stages) - 2)], beside),
     )
     # From the begin of a microbatch's backward to the begin of its next one.
     arrive = [
@@ -530,7 +535,7 @@ def _phases(
         [latency.backward[s] for s in back],
         arrive,
         [*unsent, *_longer(loaded, behind)[::-1]],
-        sum(_longer(loaded[: max(0, len(stages) - 2)], behind[1:])),
+        _longer(loaded[: max(0, len(stages) - 2)], behind[1:]),
     )
     return forwards, backwards
 
