@@ -335,7 +335,8 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
     its microbatches, and its link that of all its gathers and reductions; after its last weight
     gradient come at least the reductions of one stage. After its last input gradient, the gradient
     still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
-    activations are capped, a rank fills and drains slowly (``_capped_s``).
+    activations are capped, a rank fills and drains slowly (``_capped_s``). Compute waits for copies
+    to and from the host (``_waits_s``).
     """
     ranks = range(plan.schedule.num_ranks)
     works = [_work_s(plan, price, stages) for stages in map(plan.schedule.stages_of, ranks)]
