@@ -407,3 +407,30 @@ def test_what_shorter_steps_tell_is_no_more_than_a_long_one_takes(name: str) -> 
             assert real is not None
             assert told[1] <= real.step_s
             checked += 1
+
+
+def test_where_a_host_is_slow_the_least_cap_is_tried() -> None:
+    """Stores are hidden best where forwards and backwards alternate, far from the largest cap."""
+    base, cluster = task(8, 16), preset("cluster", "h100", Cluster)
+    assert cluster.host is not None
+    host = replace(cluster.host, bandwidth_gb_s=cluster.host.bandwidth_gb_s / 5)
+    shape = replace(base.shape, layers=12)
+    what = replace(base, shape=shape, cluster=replace(cluster, host=host), memory_margin=0.0)
+    asked = ZeroppKnobs(
+        pp=2, shard=4, replicate=1, context=1, chunks=3, unit=1, recompute="none",
+        reduce_every="step", split_backward=False, compile=False, placement="dp_inner",
+        replicate_zero=0,
+    )  # fmt: skip
+    steps = {
+        cap: ZEROPP.simulated(
+            what, Candidate(replace(asked, offload_blocks=6, activation_cap=cap), 1)
+        )
+        for cap in (3, 9)
+    }
+    small = with_memory(what, steps[9].peak_bytes / 2**30 + 1e-3 + what.cluster.device.reserved_gib)
+    winner = search(
+        small, ZEROPP, replace(asked, activation_cap="auto", offload_blocks="auto"), 1
+    ).winner
+    assert winner is not None
+    assert steps[3].step_s < 0.8 * steps[9].step_s
+    assert winner.step_s <= steps[3].step_s

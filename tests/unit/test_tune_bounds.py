@@ -317,6 +317,29 @@ def test_bounds_hold_for_all_plans_of_a_narrow_question(
         check_orders(contender, what, member)
 
 
+@pytest.mark.parametrize("blocks", [8, 13, 20])
+def test_a_bound_counts_the_waits_for_a_slow_host(blocks: int) -> None:
+    what = on_cluster("h100", 8, 8, layers=20, seq=2048)
+    assert what.cluster.host is not None
+    host = replace(what.cluster.host, bandwidth_gb_s=what.cluster.host.bandwidth_gb_s / 5)
+    what = replace(what, cluster=replace(what.cluster, host=host))
+    asked = ZeroppKnobs(pp=1, shard=8, chunks=22, unit=1, offload_blocks=blocks, compile=False)
+    plan = ZEROPP.size(what, asked, 1)
+    price = price_plan(plan, what.cluster)
+    step_s = min(
+        simulate(order, what.cluster, price=price).step_s for order in ZEROPP.plans(plan, price)
+    )
+    host_s = plan.offload_blocks * max(cost.store for cost in price.stages)
+    assert 0.9 * step_s < least_step_s(plan, price) <= step_s * SLACK
+    assert sum(cost.compute for cost in price.stages) < 0.9 * step_s
+    print(
+        blocks,
+        least_step_s(plan, price) / step_s,
+        sum(c.compute for c in price.stages) / step_s,
+        host_s,
+    )
+
+
 def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
     what = on_cluster("h100", 16, 64, layers=24)
     asked = ZeroppKnobs(

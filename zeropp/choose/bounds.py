@@ -335,7 +335,8 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
     its microbatches, and its link that of all its gathers and reductions; after its last weight
     gradient come at least the reductions of one stage. After its last input gradient, the gradient
     still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
-    activations are capped, a rank fills and drains slowly (``_capped_s``).
+    activations are capped, a rank fills and drains slowly (``_capped_s``). Compute waits for copies
+    to and from the host (``_waits_s``).
     """
     ranks = range(plan.schedule.num_ranks)
     works = [_work_s(plan, price, stages) for stages in map(plan.schedule.stages_of, ranks)]
@@ -355,13 +356,12 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
         stored = sum(slowed.stages[s].store for s in stages[:-2]) * plan.num_microbatches
         worst = max(worst, stored, _sent_s(plan, price, latency, stages, start))
         forwards, backwards = _phases(plan, slowed, latency, stages)
-        if plan.schedule.name == "accumulation":
-            worst = max(worst, plan.num_microbatches * (forwards.seconds(1) + backwards.seconds(1)))
-        rank_s = work.seconds + copied + (0.0 if price.steps_overlap else start)
+        work_s = work.seconds + _waits_s(plan, forwards, backwards, any_unit)
+        rank_s = work_s + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:
             weights = sum(slowed.stages[s].backward_weight for s in stages) * splits(plan)
-            at_0 = start + work.seconds - weights * plan.num_microbatches + latency.back[first]
+            at_0 = start + work_s - weights * plan.num_microbatches + latency.back[first]
             worst = max(worst, at_0 + latency.weight[0] + last.reduced_s + last.updated_s)
         if plan.activation_cap:
             busy = _held_s(plan, latency, stages)
@@ -465,9 +465,6 @@ def _held_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float
     return busy_s
 
 
-_COPIED = 2  # stores that may be under way while a rank computes
-
-
 @dataclass(frozen=True)
 class _Phase:
     """A unit's forwards, or its backwards, on one rank, which has one order of each. Lists have one
@@ -475,49 +472,91 @@ class _Phase:
 
     passes: list[float]  # seconds of one microbatch
     arrive: list[float]  # until the first microbatch is at the next chunk
-    copies: list[float]  # seconds of one microbatch's stores, or loads
-    beside: float  # seconds of the pass before all stores, or after all loads
+    # Seconds for which compute waits for a copy longer than the passes beside it: between two
+    # microbatches of a chunk, and between one chunk and the next.
+    within: list[float]
+    between: list[float]
+
+    def waits(self, unit: int) -> float:
+        """Seconds for which compute waits for the copies of a unit, if all are passes there."""
+        return (unit - 1) * sum(self.within) + sum(self.between)
 
     def seconds(self, unit: int) -> float:
-        """From the first pass of a unit of microbatches to the end of its last, at least. All that
-        it stores is in the host's memory by then, or was loaded since."""
-        passed = self._until_last(unit) + unit * self.passes[-1]
-        return max(passed, self.beside + unit * sum(self.copies))
+        """From the first pass of a unit of microbatches to the end of its last, at least."""
+        in_turn = self._in_turn(unit) + unit * self.passes[-1]
+        return max(in_turn, unit * sum(self.passes) + self.waits(unit))
 
     def until_last(self, unit: int) -> float:
-        """From the first pass of a unit to the begin of its last chunk, at least."""
-        passed = self._until_last(unit)
-        if not self.copies:
-            return passed
-        return max(passed, self.beside + unit * sum(self.copies) - _COPIED * max(self.copies))
+        """From the first forward of a unit to the begin of its last chunk, at least; what comes
+        last in ``between`` may be waited for later."""
+        waits = self.waits(unit) - sum(self.between[-1:])
+        return max(self._in_turn(unit), unit * sum(self.passes[:-1]) + waits)
 
-    def _until_last(self, unit: int) -> float:
-        """By its passes: a chunk begins when its first microbatch has come through all ranks, and
-        when the rank has the chunk before behind it."""
-        pairs = zip(self.passes, self.arrive, strict=False)
-        return sum(max(unit * each, arrive) for each, arrive in pairs)
+    def _in_turn(self, unit: int) -> float:
+        """A chunk begins when its first microbatch has come through all ranks, and when the rank
+        has the chunk before behind it."""
+        chunks = zip(self.passes, self.within, self.arrive, strict=False)
+        return sum(max(unit * each + (unit - 1) * wait, way) for each, wait, way in chunks)
 
 
 def _phases(
     plan: SizedPlan, price: StepTimes, latency: Latency, stages: tuple[int, ...]
 ) -> tuple[_Phase, _Phase]:
-    """A unit's forwards and its backwards."""
-    costs, back = price.stages, stages[::-1]
-    stored = stages[: _stored(plan, len(stages))]
+    """A unit's forwards and its backwards.
+
+    Each store ends before the next forward that is stored has its own, with one more pass beside
+    it at most; each load is beside the backward before its own. A pass comes with what is copied
+    for its collectives.
+    """
+    costs, back = [price.stages[s] for s in stages], stages[::-1]
+    stored = _stored(plan, len(stages))
+    moved = [cost.copy_out + cost.copy_in for cost in costs]
+    ahead = [cost.forward + more for cost, more in zip(costs, moved, strict=True)]
+    behind = [latency.backward[s] + more for s, more in zip(stages, moved, strict=True)]
+    sent = [cost.store for cost in costs[:stored]]
+    loaded = [cost.load for cost in costs[:stored]]
+    unsent = [0.0] * (len(stages) - stored)
+    # Two passes may be beside a store if the next chunk stores nothing.
+    beside = (
+        first + (0.0 if cost.store else max(first, second))
+        for cost, first, second in zip(costs[1:], ahead[1:], ahead[2:], strict=False)
+    )
     forwards = _Phase(
-        [costs[s].forward for s in stages],
+        [cost.forward for cost in costs],
         [latency.to[after] - latency.to[s] for s, after in pairwise(stages)],
-        [costs[s].store for s in stored],
-        beside=costs[stages[0]].forward,
+        [*_longer(sent, ahead), *unsent],
+        _longer(sent[: max(0, len(stages) - 2)], beside),
     )
     # From the begin of a microbatch's backward to the begin of its next one.
     arrive = [
         latency.back[s] - latency.back[after] - latency.backward[after] + latency.backward[s]
         for s, after in pairwise(back)
     ]
-    passes = [latency.backward[s] for s in back]
-    loads = [costs[s].load for s in stored]
-    return forwards, _Phase(passes, arrive, loads, beside=passes[-1])
+    backwards = _Phase(
+        [latency.backward[s] for s in back],
+        arrive,
+        [*unsent, *_longer(loaded, behind)[::-1]],
+        _longer(loaded[: max(0, len(stages) - 2)], behind[1:]),
+    )
+    return forwards, backwards
+
+
+def _waits_s(plan: SizedPlan, forwards: _Phase, backwards: _Phase, any_unit: bool) -> float:
+    """Seconds for which a rank's compute waits for copies to and from the host, at least: in the
+    forwards before its first backward and, if weight gradients do not wait, in the backwards after
+    its last forward; with gradient accumulation in all."""
+    if plan.schedule.name == "accumulation":
+        return plan.num_microbatches * (forwards.waits(1) + backwards.waits(1))
+    if plan.schedule.name != "zeropp":
+        return 0.0
+    unit = min(plan.schedule.unit, plan.num_microbatches)
+    first, last = (1, 1) if any_unit else (unit, plan.num_microbatches % unit or unit)
+    return forwards.waits(first) + (0.0 if splits(plan) else backwards.waits(last))
+
+
+def _longer(copies: Iterable[float], passes: Iterable[float]) -> list[float]:
+    """The seconds that each copy takes longer than the passes beside it."""
+    return [max(0.0, copy - beside) for copy, beside in zip(copies, passes, strict=False)]
 
 
 def _in_turn_s(

@@ -8,7 +8,7 @@ after all, a few more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Generic, cast
 
@@ -34,6 +34,7 @@ class Offloading(Generic[K]):
 
     task: Task
     contender: Contender[K]
+    _known: dict[Candidate[K], Sized[K]] = field(default_factory=dict)  # the fewest
 
     def sized(self, candidate: Candidate[K], blocks: int) -> Sized[K]:
         """The candidate with so many offloaded blocks, with its plan and what that holds."""
@@ -44,14 +45,20 @@ class Offloading(Generic[K]):
 
     def fewest(self, candidate: Candidate[K]) -> Sized[K]:
         """The candidate with the fewest blocks, one at least, with which it may fit; with all of
-        its own if it fits with none."""
+        its own if it fits with no number."""
+        if candidate not in self._known:
+            self._known[candidate] = self._fewest(candidate)
+        return self._known[candidate]
+
+    def _fewest(self, candidate: Candidate[K]) -> Sized[K]:
         few, enough = 1, _blocks(candidate)
-        over, best = self._over(one := self.sized(candidate, few)), self.sized(candidate, enough)
-        under = self._over(best)
-        if over <= 0:
+        best = self.sized(candidate, enough)
+        if (under := self._over(best)) > 0:
+            return best
+        if (over := self._over(one := self.sized(candidate, few))) <= 0:
             return one
         while enough - few > 1:  # bytes fall about evenly, so that this ends soon
-            share = over / (over - under) if over > under else 1.0
+            share = over / (over - under) if under < 0 else 0.5  # 0: the host is too small
             middle = min(max(few + ceil(share * (enough - few)), few + 1), enough - 1)
             tried = self.sized(candidate, middle)
             if (bytes_ := self._over(tried)) <= 0:

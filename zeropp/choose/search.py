@@ -15,7 +15,8 @@ faster, and fewer offloaded blocks as long as they fit and take no longer. So no
 the space is faster than the winner by more than gap and tolerance, as far as the bounds hold, with
 these limits: of recomputed blocks, half and all are tried, and others beside the winner; of
 offloaded blocks, the fewest that fit with the activation cap, and others beside the winner; of
-activation caps, the largest that fits, and others beside the winner; chunks share buffers as the
+activation caps, the largest that fits, where blocks are offloaded also the least, with which
+backwards hide the most stores, and others beside the winner; chunks share buffers as the
 contender's ``families`` say. The runner-up is the best of those that were simulated with other
 degrees.
 
@@ -91,6 +92,8 @@ class Family(Generic[K]):
     plan: SizedPlan | None  # None: not sized yet
     forwards: int = 0  # of the step that is simulated, where that takes long
     turn: int = 0  # those of a lower turn come first, whatever their bounds
+    # Those that may fit, once it is known that there are some; they are read once.
+    members: Iterable[tuple[Candidate[K], SizedPlan, StepBytes]] | None = None
 
     @property
     def place(self) -> tuple[int, float, int]:
@@ -111,11 +114,14 @@ class Family(Generic[K]):
         if plan is None:
             yield from search.follow(self.alike)
             return
-        members = search.that_may_fit(self, plan)
-        first = next(members, None)  # the others are sized when the family comes up again
-        if first and (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
-            yield replace(self, bound_s=bound_s, plan=plan)
-        elif first:
+        members = iter(self.members or search.that_may_fit(self, plan))
+        first = next(members, None)
+        if first is None:
+            return
+        members = chain((first,), members)
+        if (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
+            yield replace(self, bound_s=bound_s, plan=plan, members=members)
+        else:
             plan = search.offloading_least(self, plan)
             times = search.contender.prices.times(plan, search.task.cluster)
             yield Priced(
@@ -127,7 +133,7 @@ class Family(Generic[K]):
                 plan=plan,
                 turn=self.turn,
                 times=times,
-                members=chain((first,), members),
+                members=members,
             )
 
 
@@ -165,7 +171,7 @@ class Priced(Family[K]):
             price = PlanPrice(**vars(durations[key]), **vars(held))
             member = Member(
                 bound_s=max(self.bound_s, least_step_s(plan, price)),
-                number=next(search.numbers),
+                number=self.number,
                 asked=self.asked,
                 candidate=candidate,
                 alike=self.alike,
@@ -174,7 +180,12 @@ class Priced(Family[K]):
                 turn=self.turn,
                 price=price,
             )
-            yield from search.with_cap(member, search.steps.capped(plan, price))
+            caps = [search.steps.capped(plan, price)]
+            if plan.offloaded_stages and caps[0]:
+                caps.append(search.steps.with_least_cap(plan))
+            for capped in dict.fromkeys(caps):
+                own = replace(member, number=next(search.numbers))
+                yield from search.with_cap(own, capped)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

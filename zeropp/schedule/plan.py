@@ -8,6 +8,7 @@ Imports no torch.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -178,16 +179,7 @@ class SizedPlan:
     def spread_over_ranks(self, count: int) -> tuple[int, ...]:
         """Per stage, those blocks that are among ``count`` of their rank, evenly spread, so that
         what is done for them is, too."""
-        before, whole = [0] * self.schedule.num_ranks, [0] * self.schedule.num_ranks
-        for rank, blocks in zip(self.schedule.stage_rank, self.blocks, strict=True):
-            whole[rank] += blocks
-        spread = []
-        for rank, blocks in zip(self.schedule.stage_rank, self.blocks, strict=True):
-            share = min(1.0, count / whole[rank]) if whole[rank] else 0.0
-            ends = (int(share * n + _ROUNDING) for n in (before[rank], before[rank] + blocks))
-            spread.append(-next(ends) + next(ends))
-            before[rank] += blocks
-        return tuple(spread)
+        return _spread(self.schedule.stage_rank, self.blocks, count)
 
     @property
     def offloaded_stages(self) -> tuple[int, ...]:
@@ -268,3 +260,18 @@ def _blocks(cuts: tuple[int, ...]) -> tuple[int, ...]:
     counts[0] -= 1
     counts[-1] -= 1
     return tuple(counts)
+
+
+@lru_cache(maxsize=16384)
+def _spread(ranks: tuple[int, ...], blocks: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Blocks per stage, of the rank of each, as ``spread_over_ranks`` gives them."""
+    before, whole = Counter[int](), Counter[int]()
+    for rank, own in zip(ranks, blocks, strict=True):
+        whole[rank] += own
+    spread = []
+    for rank, own in zip(ranks, blocks, strict=True):
+        share = min(1.0, count / whole[rank]) if whole[rank] else 0.0
+        first, end = (int(share * n + _ROUNDING) for n in (before[rank], before[rank] + own))
+        spread.append(end - first)
+        before[rank] += own
+    return tuple(spread)
