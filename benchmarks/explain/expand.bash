@@ -20,9 +20,14 @@ command_not_found_handle() {
     printf '%s\0' "${words[@]}" $'\1' >&9
 }
 
-source() {
-    if [[ -f ${1##*/} ]]; then
-        builtin source "${@/#*\//}"
+source() {  # what lies beside the script, or in a folder there, wherever its path begins
+    local file=${1#/}
+    while [[ ! -f $file && $file == */* ]]; do
+        file=${file#*/}
+    done
+    if [[ -f $file ]]; then
+        shift
+        eval "$(<"$file")"
     else
         printf '%s\0' source "$1" $'\1' >&9
     fi
