@@ -297,7 +297,7 @@ def test_the_command_answers_on_one_screen(
     monkeypatch.setattr(sys, "argv", ["explain", str(path), *words])
     assert main() in (0, 1), capsys.readouterr().err
     told, shown = capsys.readouterr()
-    assert shown.count(" s: 0 of 9, searching best plans") > 1  # while it searches
+    assert shown.count(" of 9, searching best plans") > 1  # while it searches
     parts = ["Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"]
     parts += ["Changes of one knob", "Best plans on the same GPUs", "Do you need tensor"]
     parts += ["In plans: degrees"]
