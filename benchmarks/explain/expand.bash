@@ -1,5 +1,5 @@
 # Read by a restricted bash before a script that is to be expanded. No command outside of bash runs
-# and no file is written; the words of every command that would have run go to the standard output,
+# but cut and tr, and no file is written; the words of every command that would have run go to the standard output,
 # each ended by a NUL, and the command by the word \1: an empty one is an argument.
 
 exec 9>&1 >/dev/null

@@ -188,7 +188,8 @@ done
 KIND=$(tr A-Z a-z <<< "${{KIND:-NONE}}")
 [ $KIND = deep ] && LAYERS=64
 torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS.replace("layers 32", "layers ${LAYERS:-32}")} \\
-    --tensor-model-parallel-size ${{TP:-8}}
+    --tensor-model-parallel-size ${{TP:-8}} &
+tail -f $LOG
 """
 
 
