@@ -275,6 +275,14 @@ def test_an_answer_is_written_back_as_the_same_plan(
     assert not any("bias" in line for line in again.reading.named)
 
 
+def test_best_plans_of_the_documented_file_take_few_simulations() -> None:
+    """Which is most of its time. A search to 1 % takes almost 600 for the same plans but ZeroPP's."""
+    file = str(CHECKOUT / "docs/examples/llama3_8b.toml")
+    best = best_plans(ask([file], ["num_gpus=16", "cluster=h100"], []))
+    assert all(row.is_complete and row.winner for row in best)
+    assert sum(outcome.simulated for row in best for outcome in row.searched) < 60
+
+
 def asked_again(dialect: str, words: str, path: Path) -> Question:
     """The question that an answer asks where it is given as a configuration."""
     given = ["cluster=h100", "num_gpus=16"]
