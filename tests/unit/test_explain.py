@@ -276,7 +276,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
 
 
 def test_best_plans_of_the_documented_file_take_few_simulations() -> None:
-    """Which is most of its time. A search to 1 % takes almost 600 for the same plans but ZeroPP's."""
+    """Which is most of its time. A search to 1 % takes almost 600."""
     file = str(CHECKOUT / "docs/examples/llama3_8b.toml")
     best = best_plans(ask([file], ["num_gpus=16", "cluster=h100"], []))
     assert all(row.is_complete and row.winner for row in best)
