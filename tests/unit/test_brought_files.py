@@ -271,10 +271,11 @@ def test_deepspeeds_ranks_of_a_sequence_are_read(tmp_path: Path) -> None:
 def test_a_command_kept_in_a_variable_and_placeholders_in_words(tmp_path: Path) -> None:
     """As Megatron-DeepSpeed's scripts end; ``<Specify path>`` is Megatron-LM's placeholder."""
     text = "DATA=<Specify path and file prefix>_text\n"
-    flags = f"{FLAGS} --num-experts 1"  # a dense model
+    flags = f"{FLAGS} --num-experts 1 --moe-min-capacity 4"  # a dense model
     text += f'run="deepspeed --num_gpus 8 a/pretrain_gpt.py {flags} &> ${{OUT}}/log/a.log"\n'
     text += "echo ${run}\neval ${run}\n"
-    assert asked(tmp_path, {"run.sh": text}).task.num_gpus == 8
+    question = asked(tmp_path, {"run.sh": text})
+    assert (question.task.num_gpus, question.reading.named) == (8, [])
 
 
 def test_deepspeeds_pipeline_section(tmp_path: Path) -> None:
