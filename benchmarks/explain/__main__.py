@@ -86,8 +86,11 @@ def main() -> int:
     if given.dialect:  # that of the plan itself, so there is nothing to search
         print(written_as(given.dialect, answered.asked.plan, answered.asked.candidate))
     else:
-        show_changes(answered, changes_of(answered), console)
-        show_best(answered, best_plans(question), console)
+
+        def changes() -> None:
+            show_changes(answered, changes_of(answered), console)
+
+        show_best(answered, best_plans(question, beside=changes), console)
     return 0 if answered.fits else 1
 
 

@@ -5,7 +5,7 @@ Every search here is the tuner's, under the same memory limit and global batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ from zeropp.price.simulator import SimResult
 from zeropp.types.layout import InfeasibleError
 
 # Plans that are faster than the winner by less than the tolerance may be missed.
-_TOLERANCE = 0.01
-_search = partial(search, tolerance=_TOLERANCE, runner_up=False)
+_search = partial(search, tolerance=0.01, runner_up=False)
+BEST_TOLERANCE = 0.06  # of best plans: a third of the error of their ratios
 SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
@@ -79,11 +79,23 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     return Answer(question, plan, plan.step_s - at_once.step_s, network_s)
 
 
-def best_plans(question: Question, search_s: float | None = None) -> list[Best]:
-    """The best plans of all programs on the same GPUs, as ``zeropp tune`` finds them, in four
-    times ``search_s`` (``SEARCH_S``) seconds of wall time."""
-    budget_s, margin = 4 * (search_s or SEARCH_S), question.memory_margin
-    return search_rows(question.task, ATLAS, budget_s, memory_margin=margin, tolerance=_TOLERANCE)
+def best_plans(
+    question: Question,
+    search_s: float | None = None,
+    beside: Callable[[], None] = lambda: None,
+) -> list[Best]:
+    """The best plans of all programs on the same GPUs, to ``BEST_TOLERANCE`` (``zeropp tune``
+    searches closer), in four times ``search_s`` (``SEARCH_S``) seconds of wall time. ``beside`` is
+    what this process does meanwhile."""
+    return search_rows(
+        question.task,
+        ATLAS,
+        4 * (search_s or SEARCH_S),
+        beside=beside,
+        memory_margin=question.memory_margin,
+        tolerance=BEST_TOLERANCE,
+        climbs=BEST_TOLERANCE / 2,
+    )
 
 
 def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:

@@ -2,10 +2,10 @@
 list that a run prints into its log.
 
 Bash itself expands a script (``expand.bash``), so arrays, ``+=``, ``case`` and functions mean what
-they mean in a run. It is restricted, finds no command, writes no file, has 10 s, and no network
-where the system has user namespaces. Variables that a script takes from its caller are those of
-this process; those that Slurm sets follow from its ``#SBATCH`` lines (sbatch(1), "output
-environment variables").
+they mean in a run. It is restricted, finds no command but those that cut texts (``_FILTERS``),
+writes no file, has 10 s, and no network where the system has user namespaces. Variables that a
+script takes from its caller are those of this process; those that Slurm sets follow from its
+``#SBATCH`` lines (sbatch(1), "output environment variables").
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.specification import SpecError
 _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.MULTILINE)
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
+_FILTERS = ("cut", "tr")  # they print, and do nothing else; tail may wait for ever
 # A restricted bash keeps ENV for itself, which scripts use as a name of their own.
 _ENV = re.compile(r"(?<![\w./-])ENV(?==)|(?<=\$)ENV\b|(?<=\$\{)ENV\b")
 _AGAINST = {  # what a log says, and the flag that switches it off
@@ -81,6 +82,11 @@ def arguments_of_script(
 
     Raises SpecError if it starts none.
     """
+    if own and not re.search(r"\$\{?[@*#1-9]|\bshift\b|\bgetopts\b", text):
+        raise SpecError(
+            f"{own[0]}: the script takes no arguments of its own (set its variables: TP=4 zeropp "
+            "explain ..., or use words such as contender.tp=4)"
+        )
     allocated = _sizes(_DIRECTIVE.findall(text))
     text = _PLACEHOLDER.sub("unset", text)
     commands, complaint = _expanded(text, folder, own, _slurm_variables(allocated, num_gpus))
@@ -171,13 +177,16 @@ def _expanded(
         script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
         script.write_text(_ENV.sub("ENV_", text), encoding="utf-8")
         variables = {**variables, "ENV_": os.environ.get("ENV", "")}
-        empty = Path(place, "commands")
-        empty.mkdir()
+        found = Path(place, "commands")
+        found.mkdir()
+        for name in _FILTERS:
+            if own_path := shutil.which(name):
+                (found / name).symlink_to(own_path)
         with told.open("wb") as output, said.open("wb") as errors:
             try:
                 subprocess.run(
                     [*alone, bash, "-r", str(script), *own],
-                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(empty)},
+                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(found)},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

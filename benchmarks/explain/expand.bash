@@ -1,5 +1,5 @@
 # Read by a restricted bash before a script that is to be expanded. No command outside of bash runs
-# and no file is written; the words of every command that would have run go to the standard output,
+# but cut and tr, and no file is written; the words of every command that would have run go to the standard output,
 # each ended by a NUL, and the command by the word \1: an empty one is an argument.
 
 exec 9>&1 >/dev/null
@@ -20,9 +20,14 @@ command_not_found_handle() {
     printf '%s\0' "${words[@]}" $'\1' >&9
 }
 
-source() {
-    if [[ -f ${1##*/} ]]; then
-        builtin source "${@/#*\//}"
+source() {  # what lies beside the script, or in a folder there, wherever its path begins
+    local file=${1#/}
+    while [[ ! -f $file && $file == */* ]]; do
+        file=${file#*/}
+    done
+    if [[ -f $file ]]; then
+        shift
+        eval "$(<"$file")"
     else
         printf '%s\0' source "$1" $'\1' >&9
     fi

@@ -129,7 +129,7 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
 def _model(keys: Keys, kind: str) -> dict[str, Any]:
     """The sizes of a model."""
     is_gpt = kind == "gpt2"
-    layers, hidden, heads = (keys.needed(names[is_gpt]) for names in _SIZES)
+    layers, hidden, heads = (keys.count(names[is_gpt]) for names in _SIZES)
     width = keys.number("head_dim") or _WIDTHS.get(kind)
     return {
         "name": f"{kind}_{hidden}",
@@ -138,8 +138,8 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
         "hidden": hidden,
         "heads": heads,
         "kv_heads": keys.number("num_key_value_heads") or heads,
-        "ffn": keys.number("n_inner") or 4 * hidden if is_gpt else keys.needed("intermediate_size"),
-        "vocab": keys.needed("vocab_size"),
+        "ffn": keys.number("n_inner") or 4 * hidden if is_gpt else keys.count("intermediate_size"),
+        "vocab": keys.count("vocab_size"),
         "tied_embeddings": bool(keys.take("tie_word_embeddings", KINDS[kind].tied)),
         "gated_mlp": KINDS[kind].gated,
         "head_width": None if width is None or width * heads == hidden else width,
@@ -212,7 +212,8 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     stage = keys.number("zero_optimization.stage", 0) or 0
     degrees = {key: keys.number(key, 1) or 1 for key in _DEEPSPEED_DEGREES}
     tp, pp = degrees.values()
-    replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp})
+    context = keys.count("sequence_parallel_size", 1)  # of Ulysses
+    replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "context": context})
     half = {said.get(f"{name}.enabled", False) for name in _DEEPSPEED_HALF}
     own = "bf16" if half - {False} else "fp32"
     if "auto" in half and True not in half:
@@ -224,7 +225,9 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         gathers = {knob: keys.number(f"zero_optimization.{name}") for name, knob in _STAGE3.items()}
         if not 0 < (gathers["zero_hpz_partition_size"] or 0) < num_gpus:
             del gathers["zero_hpz_partition_size"]  # a second copy over all ranks is the first one
-        reading.knobs = {"shard": num_gpus}
+        reading.knobs = {"shard": replicate, "context": context}
+    elif context > 1:
+        raise SpecError(f"sequence_parallel_size={context}: no price without ZeRO-3 (use 1)")
     else:
         reading.contender, reading.free, gathers = "deepspeed", "replicate", {}
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
@@ -277,9 +280,7 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     gpus = keys.number("num_processes", num_gpus)
     if not (gpus := num_gpus or gpus):
         raise SpecError("num_processes: the file does not say it (give num_gpus=N)")
-    own, tp, cp = (
-        keys.number(f"{_DEGREES}{name}_size", 1) or 1 for name in ("dp_replicate", "tp", "cp")
-    )
+    own, tp, cp = (keys.count(f"{_DEGREES}{name}_size", 1) for name in ("dp_replicate", "tp", "cp"))
     if tp > 1:
         raise SpecError(
             f"{_DEGREES}tp_size={tp}: no price beside Accelerate's FSDP (give "

@@ -36,6 +36,8 @@ _PEAKS = tuple(
         ("reserved", rf"'memory\(GiB\)': '?{_NUMBER}", 2**30),  # swift
         ("reserved", rf"reserved memory: {_NUMBER}", 1),  # fms-fsdp
         ("reserved", rf"\bMax_CA {_NUMBER} GB", 2**30),  # DeepSpeed
+        ("allocated", rf"\bMaxMemAllocated={_NUMBER}GB", 2**30),  # DeepSpeed's timer
+        ("reserved", rf"\bmax_memory_reserved: {_NUMBER}", 1),  # NeMo
         ("allocated", rf"\bmem {_NUMBER} GiB", 2**30),  # NeMo AutoModel
     )
 )

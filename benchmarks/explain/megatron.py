@@ -87,6 +87,7 @@ _HARMLESS = (
     *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval"),
     *("--deepspeed_config", "--deepspeed-activation", "--checkpoint-num-layers", "--no-pipeline"),
     *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--use-flash-attn"),
+    *("--expert-", "--moe-"),  # of a dense model
     *(
         "--eod-mask",
         "--num-experts",
@@ -170,24 +171,27 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
 
 
 def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool) -> None:
-    tp = keys.number("--tensor-model-parallel-size", 1) or 1
-    pp = keys.number("--pipeline-model-parallel-size", 1) or 1
-    cp = keys.number("--context-parallel-size", 1) or 1
+    tp = keys.count("--tensor-model-parallel-size", 1)
+    pp = keys.count("--pipeline-model-parallel-size", 1)
+    ulysses = keys.count("--ds-sequence-parallel-size", 1)  # of Megatron-DeepSpeed
+    cp = keys.count("--context-parallel-size", ulysses)
     if num_gpus is None:
         raise SpecError("num_gpus: these arguments do not say it (give num_gpus=N)")
     if not stated:
         reading.derived.append(f"num_gpus={num_gpus}, as the file starts them")
     replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
-    reading.slice_sequences("--context-parallel-size", cp)
-    way = str(keys.given("--cp-comm-type") or "p2p").split()[0]  # of every layer, or of each
+    key = "--ds-sequence-parallel-size" if ulysses > 1 else "--context-parallel-size"
+    reading.slice_sequences(key, cp)
+    own = "a2a" if ulysses > 1 else "p2p"
+    way = str(keys.given("--cp-comm-type") or own).split()[0]  # of every layer, or of each
     if cp > 1 and way not in get_args(CpCommType):
         raise SpecError(f"--cp-comm-type={way}: no price (use {', '.join(get_args(CpCommType))})")
     reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
-    size = keys.needed("--micro-batch-size")
+    size = keys.count("--micro-batch-size")
     batch = keys.number("--global-batch-size")
     if batch is None:
         batch, reading.batch_per_replica = size * replicate, size
-    layers = keys.needed("--num-layers")
+    layers = keys.count("--num-layers")
     per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
     chunks = keys.number("--num-virtual-stages-per-pipeline-rank")
     chunks = chunks or (layers // pp // per_chunk if per_chunk else 1)
@@ -214,7 +218,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
-    hidden, heads = keys.needed("--hidden-size"), keys.needed("--num-attention-heads")
+    hidden, heads = keys.count("--hidden-size"), keys.count("--num-attention-heads")
     of_deepspeed = keys.number("--num-key-value-heads")  # as Megatron-DeepSpeed has it
     groups = keys.number("--num-query-groups", of_deepspeed or heads)
     grouped = keys.take("--group-query-attention") or of_deepspeed
@@ -249,7 +253,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "ffn": ffn,
         "gated_mlp": gated,
         "vocab": _vocabulary(keys, reading),
-        "seq": keys.number("--seq-length") or keys.needed("--encoder-seq-length"),
+        "seq": keys.number("--seq-length") or keys.count("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
         "dropout": max(float(keys.given(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
         "head_width": None if channels is None or channels * heads == hidden else channels,

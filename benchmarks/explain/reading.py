@@ -89,11 +89,15 @@ class Keys:
         value = self.take(key, default)
         return value.replace(",", " ").split() if isinstance(value, str) else list(value)
 
-    def needed(self, key: str) -> int:
-        """A whole number that must be there; raises SpecError where it is not."""
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1, such as a size or a degree; raises SpecError where it is
+        none, and where it is missing and has no ``default``."""
         number = self.number(key)
+        number = default if number is None else number
         if number is None:
             raise SpecError(f"{key}: missing; it has no default")
+        if number < 1:
+            raise SpecError(f"{key}={number}: must be at least 1")
         return number
 
     def sort_rest(

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from benchmarks.explain import megatron, torchtitan
-from benchmarks.explain.answer import Answer, mfu
+from benchmarks.explain.answer import BEST_TOLERANCE, Answer, mfu
 from benchmarks.explain.need import need_lines
 from benchmarks.report import ratio_errors
 from benchmarks.report.network import network_words
@@ -262,6 +262,11 @@ def show_best(answer: Answer, best: Sequence[Best], console: Console) -> None:
     console.print(table_of_plans("Best plans on the same GPUs", ("program", *_COMPARED), plans))
     if answer.fits:
         console.print(ratio_errors.NOTE, style="dim")
+    console.print(
+        f"Plans that are faster by less than {BEST_TOLERANCE:.0%} may be missed: zeropp tune "
+        "searches closer.",
+        style="dim",
+    )
     found = {of.name for of in best}
     missing = [row.label for row_name, row in ATLAS.items() if row_name not in found]
     for line in need_lines(answer.question.task, best, missing):

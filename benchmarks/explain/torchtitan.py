@@ -218,26 +218,24 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
 
 def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     """Degrees, microbatches and the schedule."""
-    tp = keys.number("parallelism.tensor_parallel_degree", 1) or 1
-    pp = keys.number("parallelism.pipeline_parallel_degree", 1) or 1
-    cp = keys.number("parallelism.context_parallel_degree", 1) or 1
-    replicate = keys.number("parallelism.data_parallel_replicate_degree", 1) or 1
-    of_2024 = keys.number("parallelism.data_parallel_degree", -1)
-    shard = keys.number("parallelism.data_parallel_shard_degree", of_2024) or -1
+    axes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+    tp, pp, cp, replicate = (keys.count(f"parallelism.{axis}_degree", 1) for axis in axes)
+    shard = keys.number("parallelism.data_parallel_degree", -1)  # of 2024
+    shard = keys.number("parallelism.data_parallel_shard_degree", shard)
     reading.slice_sequences("context_parallel_degree", cp)
     left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "cp": cp, "replicate": replicate})
-    shard = left if shard == -1 else shard
+    shard = left if shard is None or shard == -1 else shard
     if shard != left:
+        way = f"change num_gpus to {num_gpus // left * shard}" if shard > 0 else "use -1"
         raise SpecError(
-            f"data_parallel_shard_degree={shard}: {num_gpus} GPUs leave {left} ranks for it "
-            f"(change num_gpus to {pp * tp * cp * replicate * shard})"
+            f"data_parallel_shard_degree={shard}: {num_gpus} GPUs leave {left} ranks for it ({way})"
         )
-    local = keys.number("training.local_batch_size", keys.number("training.batch_size", 8)) or 8
-    batch = keys.number("training.global_batch_size", -1)
-    if batch in (None, -1):
+    local = keys.count("training.local_batch_size", keys.count("training.batch_size", 8))
+    batch = keys.number("training.global_batch_size")
+    if batch is None or batch < 0:
         batch, reading.batch_per_replica = local * replicate * shard, local
     reading.free = "shard"
-    microbatch = keys.number("parallelism.pipeline_parallel_microbatch_size", 1)
+    microbatch = keys.count("parallelism.pipeline_parallel_microbatch_size", 1)
     asked = keys.take("parallelism.pipeline_parallel_schedule", "1F1B")
     schedule, chunks = "1f1b", 1
     if pp > 1:

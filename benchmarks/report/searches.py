@@ -174,11 +174,13 @@ def search_rows(
     names: Iterable[str],
     budget_s: float,
     tell: Callable[[Best], None] = lambda _: None,
+    beside: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> list[Best]:
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
     ``budget_s`` are seconds of wall time, of which every row gets its share of what is left
-    when its search begins; ``tell`` gets each as it comes. The one that takes longest has a core
+    when its search begins; ``tell`` gets each as it comes; ``beside`` is what this process does
+    first while the others search. The one that takes longest has a core
     of its own, if there are several; of the others, those that take longest begin last. Ctrl-C ends
     the searches, and gives those that have ended; raised again where there is none."""
     spaces = {name: ROWS[name].contender for name in names}
@@ -189,15 +191,17 @@ def search_rows(
     rounds = {name: ceil(count / max(1, cores - 1)) for count, name in left} | {longest: 1}
     ends_s, found = monotonic() + budget_s, dict[str, Best]()
     try:
-        with workers(cores) as pool, progress_line() as bar:
+        with workers(cores, "fork") as pool:  # before there is a thread; all is imported already
             begin = partial(_best_of_row, task, ends_s=ends_s, runner_up=False, **options)
             waiting = {pool.submit(begin, name, rounds[name]): name for name in order}
-            line = bar.add_task("", total=len(order))
-            while waiting:
-                bar.update(line, completed=len(found), description="searching best plans")
-                for done in wait(waiting, _TELL_EVERY_S, FIRST_COMPLETED).done:
-                    found[waiting.pop(done)] = done.result()
-                    tell(done.result())
+            beside()
+            with progress_line() as bar:
+                line = bar.add_task("", total=len(order))
+                while waiting:
+                    bar.update(line, completed=len(found), description="searching best plans")
+                    for done in wait(waiting, _TELL_EVERY_S, FIRST_COMPLETED).done:
+                        found[waiting.pop(done)] = done.result()
+                        tell(done.result())
     except KeyboardInterrupt:
         if not found:
             raise

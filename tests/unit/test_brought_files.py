@@ -181,13 +181,101 @@ def test_scripts_with_arguments_documents_and_placeholders(tmp_path: Path) -> No
         ask([str(tmp_path / "run.sh")], ["cluster=a100"], ["4"])
 
 
+PAIRS = f"""for WORD in "$@"; do
+    KEY=$(echo $WORD | cut -d= -f1)
+    export "$KEY"="${{WORD#*=}}"
+done
+KIND=$(tr A-Z a-z <<< "${{KIND:-NONE}}")
+[ $KIND = deep ] && LAYERS=64
+torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS.replace("layers 32", "layers ${LAYERS:-32}")} \\
+    --tensor-model-parallel-size ${{TP:-8}} &
+tail -f $LOG
+"""
+
+
+def test_pairs_that_a_script_cuts_with_commands_are_its_arguments(tmp_path: Path) -> None:
+    """As scripts for AMD's GPUs take them; without ``cut`` every pair was lost without a word."""
+    (tmp_path / "run.sh").write_text(PAIRS)
+    given = [str(tmp_path / "run.sh")], ["cluster=mi300x"]
+    for own, expected in (([], (8, 32)), (["TP=2", "KIND=Deep"], (2, 64))):
+        question = ask(*given, own)
+        assert (vars(question.knobs)["tp"], question.task.shape.layers) == expected
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS}")
+    with pytest.raises(SpecError, match="TP=2: the script takes no arguments of its own"):
+        ask(*given, ["TP=2"])
+
+
+def test_a_folder_beside_the_script_has_what_it_sources(tmp_path: Path) -> None:
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params/7b.sh").write_text(f"ARGS=({FLAGS})\n")
+    text = "source /group/job/params/$1.sh\nmpirun -np 16 python pretrain_gpt.py ${ARGS[@]}\n"
+    (tmp_path / "run.sh").write_text(text)
+    assert ask([str(tmp_path / "run.sh")], ["cluster=h100"], ["7b"]).task.num_gpus == 16
+
+
+ZERO = "{}={}: must be at least 1"
+
+
+@pytest.mark.parametrize("degree", ["tensor_parallel", "context_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_no_degree_is_below_1(tmp_path: Path, degree: str, value: int) -> None:
+    """0 was read as 1, and every program refuses it."""
+    flag = f"--{degree.replace('_', '-model-' if 'context' not in degree else '-')}-size"
+    run = f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} {flag} {value}"
+    with pytest.raises(SpecError, match=ZERO.format(flag, value)):
+        asked(tmp_path, {"run.sh": run})
+    text = TITAN.replace("tensor_parallel_degree = 2", f"{degree}_degree = {value}")
+    with pytest.raises(SpecError, match=ZERO.format(f"parallelism.{degree}_degree", value)):
+        asked(tmp_path, {"a.toml": text}, "num_gpus=8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("local_batch_size = 2", "local_batch_size = 0", ZERO.format("local_batch_size", 0)),
+        ("tensor_parallel_degree = 2", "data_parallel_shard_degree = 0", "=0: 8 GPUs .*use -1"),
+        ("tensor_parallel_degree = 2", "data_parallel_shard_degree = 2", "=2: .*num_gpus to 2"),
+        ("tensor_parallel_degree = 2", "data_parallel_shard_degree = -1", None),
+    ],
+)
+def test_only_torchtitans_shards_may_be_the_rest(
+    tmp_path: Path, old: str, new: str, said: str | None
+) -> None:
+    files = {"a.toml": TITAN.replace("13B_company", "8B").replace(old, new)}
+    if said is None:
+        assert vars(asked(tmp_path, files, "num_gpus=8").knobs)["shard"] == 8
+        return
+    with pytest.raises(SpecError, match=said):
+        asked(tmp_path, files, "num_gpus=8")
+
+
+def test_deepspeeds_ranks_of_a_sequence_are_read(tmp_path: Path) -> None:
+    """They were named as an unknown key, and there were as many more replicas."""
+    run = f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} --ds-sequence-parallel-size 4"
+    knobs = vars(asked(tmp_path, {"run.sh": run}).knobs)
+    assert (knobs["context"], knobs["cp_comm_type"], knobs["replicate"]) == (4, "a2a", 2)
+    trainer = {"sequence_parallel_size": 4, "train_micro_batch_size_per_gpu": 2}
+    for stage, refused in ((3, ""), (1, "sequence_parallel_size=4: no price without ZeRO-3")):
+        trees = trainer | {"zero_optimization": {"stage": stage}}, LLAMA_13B
+        names = ("ds.json", "config.json")
+        files = {name: json.dumps(tree) for name, tree in zip(names, trees, strict=True)}
+        if refused:
+            with pytest.raises(SpecError, match=refused):
+                asked(tmp_path, files, "num_gpus=32", "model.seq=4096")
+            continue
+        question = asked(tmp_path, files, "num_gpus=32", "model.seq=4096")
+        knobs = vars(question.knobs)
+        assert (knobs["context"], knobs["shard"], question.task.global_batch) == (4, 8, 16)
+
+
 def test_a_command_kept_in_a_variable_and_placeholders_in_words(tmp_path: Path) -> None:
     """As Megatron-DeepSpeed's scripts end; ``<Specify path>`` is Megatron-LM's placeholder."""
     text = "DATA=<Specify path and file prefix>_text\n"
-    flags = f"{FLAGS} --num-experts 1"  # a dense model
+    flags = f"{FLAGS} --num-experts 1 --moe-min-capacity 4"  # a dense model
     text += f'run="deepspeed --num_gpus 8 a/pretrain_gpt.py {flags} &> ${{OUT}}/log/a.log"\n'
     text += "echo ${run}\neval ${run}\n"
-    assert asked(tmp_path, {"run.sh": text}).task.num_gpus == 8
+    question = asked(tmp_path, {"run.sh": text})
+    assert (question.task.num_gpus, question.reading.named) == (8, [])
 
 
 def test_deepspeeds_pipeline_section(tmp_path: Path) -> None:

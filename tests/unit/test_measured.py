@@ -239,6 +239,8 @@ def test_a_slow_network_is_named_before_another_device() -> None:
         (f"{NANOTRON.format(1, 9)}\nPeak reserved: 4096.00MiB.", (4.0, "reserved")),
         (AUTOMODEL.format(2, 8000), (24.9, "allocated")),
         ("{'memory(GiB)': '39.34', 'train_speed(iter/s)': '0.5'}", (39.34, "reserved")),
+        ("CurrSamplesPerSec=61.3, MemAllocated=6.0GB, MaxMemAllocated=19.5GB", (19.5, "allocated")),
+        (f"max_memory_reserved: {30 * 2**30} | train_step_timing in s: 6.08", (30.0, "reserved")),
         (BRIDGE.format(9), None),
     ],
 )

@@ -122,8 +122,9 @@ def test_the_longest_search_has_a_core_of_its_own_and_all_of_the_time(
 
         pool = SimpleNamespace(submit=submit)
         monkeypatch.setattr("os.cpu_count", lambda: cores)
-        monkeypatch.setattr(searches, "workers", lambda _: nullcontext(pool))
-        search_rows(SMALL, names, 5.0)
+        monkeypatch.setattr(searches, "workers", lambda *_: nullcontext(pool))
+        search_rows(SMALL, names, 5.0, beside=lambda: begun.append(("meanwhile", 0)))
+        assert begun.pop() == ("meanwhile", 0)  # all searches have begun
         return begun
 
     names = ["zeropp", "fsdp", "megatron_fsdp", "torchtitan_tp"]

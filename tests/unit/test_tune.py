@@ -144,6 +144,24 @@ def test_beside_a_winner_other_shards_may_have_another_zero() -> None:
     assert same == {0, 1}  # no other numbers than it may have
 
 
+def test_a_climb_may_ask_for_more_than_it_then_misses() -> None:
+    """As that of ``explain``, which takes less time."""
+    strict, loose = (
+        search(
+            task(16, 32),
+            ZEROPP,
+            ZeroppKnobs(offload_blocks=0),
+            tolerance=0.06,
+            climbs=climbs,
+            runner_up=False,
+        ).winner
+        for climbs in (1e-4, 0.03)
+    )
+    assert strict is not None
+    assert loose is not None
+    assert strict.step_s < loose.step_s < 1.03 * strict.step_s
+
+
 @pytest.mark.usefixtures("patient")
 def test_a_search_in_a_hurry_begins_with_what_holds_least() -> None:
     asked = ZeroppKnobs(pp=4, context=1, replicate_zero=0, placement="dp_inner")

@@ -229,6 +229,7 @@ def search(
     runner_up: bool = True,
     budget_s: float = float("inf"),
     known: Iterable[Candidate[K]] = (),
+    climbs: float = _CLIMBS,
 ) -> Outcome[K]:
     """Find the winner and the runner-up; both are None if nothing fits.
 
@@ -240,10 +241,11 @@ def search(
     recomputes most comes first, and where four times as much has not, nothing does. ``known``:
     candidates that are tried first, such as published plans, or the winners of other tasks (with
     as many data-parallel ranks as this one has), so that fewer others have a bound below the best.
+    ``climbs``: the share of a step by which what is beside the winner must be faster.
     """
     budget = Budget(budget_s)
     tuning = _Search(task, contender, asked or contender.knobs(), runner_up)
-    return tuning.run(microbatch_size, tolerance, budget, known)
+    return tuning.run(microbatch_size, tolerance, budget, known, climbs)
 
 
 def _shards(family: Family[K]) -> tuple[int, int]:
@@ -286,6 +288,7 @@ class _Search(Generic[K]):
         tolerance: float,
         budget: Budget,
         known: Iterable[Candidate[K]],
+        climbs: float,
     ) -> Outcome[K]:
         """Begin with what is ``known``, take the first entry of the queue until no bound is below
         the winner, then improve it."""
@@ -298,7 +301,7 @@ class _Search(Generic[K]):
                 if entry.bound_s < self.outcome.to_beat(runner_up=False):
                     self.evaluate(entry)
         if self._climbs:
-            self._climb(microbatch_size, budget)
+            self._climb(microbatch_size, budget, climbs)
         self._send_less()
         return self.outcome
 
@@ -307,8 +310,9 @@ class _Search(Generic[K]):
         begin = (new for old in known for new in resized(old, self.task.num_gpus))
         self._drain_beside(((new.knobs, new.microbatch_size) for new in begin), Budget(inf))
 
-    def _climb(self, microbatch_size: int | Auto, budget: Budget) -> None:
-        """Try what is beside the winner until nothing there is faster, or the time is over."""
+    def _climb(self, microbatch_size: int | Auto, budget: Budget, climbs: float) -> None:
+        """Try what is beside the winner until nothing there is faster by the share ``climbs``, or
+        the time is over."""
         tried, improved = set[object](), self.outcome.winner
         while improved and not budget.is_over(found=True):
             best = improved
@@ -318,7 +322,7 @@ class _Search(Generic[K]):
                 if microbatch_size in ("auto", size) and (knobs, size) not in tried
             ]
             tried.update(beside)
-            self._drain_beside(beside, budget)
+            self._drain_beside(beside, budget, climbs)
             improved = self.outcome.winner if self.outcome.winner is not best else None
 
     def _send_less(self) -> None:
@@ -339,10 +343,12 @@ class _Search(Generic[K]):
             else:
                 too_few = number
 
-    def _drain_beside(self, asked: Iterable[tuple[K, int]], budget: Budget) -> None:
-        """Try all knobs and microbatch sizes that are faster than the winner."""
+    def _drain_beside(
+        self, asked: Iterable[tuple[K, int]], budget: Budget, climbs: float = _CLIMBS
+    ) -> None:
+        """Try all knobs and microbatch sizes that are faster than the winner by this share."""
         roots = (self._roots(knobs, size) for knobs, size in asked)
-        self._drain(chain.from_iterable(roots), _CLIMBS, budget, climbs=True)
+        self._drain(chain.from_iterable(roots), climbs, budget, climbs=True)
 
     def _drain(
         self,

@@ -316,20 +316,26 @@ def entry_of(name: str, contents: Mapping[str, Any]) -> ProgramEntry:
 
 def _switched(entry: ProgramEntry, changes: list[str]) -> ProgramEntry:
     """The entry with traits, or single fields of a precision's state, that were switched."""
-    import yaml
-
     program = entry.program
     for change in changes:
         path, _, value = change.partition("=")
         trait, _, field = path.partition(".")
         if trait not in _TRAITS:
             raise ValueError(f"program={entry.program.name!r}: unknown trait {trait}")
-        new = yaml.safe_load(value)
+        new = _value(value)
         if field:
             new = replace(getattr(program, trait), **{field: new})
         program = replace(program, **{trait: new})
     program = replace(program, name="+".join([entry.program.name, *changes]))
     return replace(entry, program=program)
+
+
+@cache
+def _value(text: str) -> Any:
+    """The value of a switched trait: few texts, of thousands of programs that a search tries."""
+    import yaml
+
+    return yaml.safe_load(text)
 
 
 def program_named(name: str) -> Program:
