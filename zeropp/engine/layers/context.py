@@ -52,7 +52,7 @@ class Context:
         self.size, self.rank, self.group, self.packs = size, rank, group, packs
         self._positions = positions
         self._attention = self._dropout = _none
-        self._tokens, self.drops = 0, False  # of a slice; whether a mask for all tokens is drawn
+        self._tokens = 0  # of a slice
         # One object each, as torch.compile compiles again where it meets others.
         self._stand_ins = torch.compiler.disable(self._attend), self._drop  # type: ignore[no-untyped-call]
 
@@ -145,9 +145,7 @@ class Context:
         # Drawn for all tokens, as one process draws; this takes their memory.
         shape = [*input.shape]
         shape[1] *= self.size
-        self.drops = True
         kept = self._dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
-        self.drops = False
         factor = kept.chunk(self.size, 1)[self.rank]
         return input.mul_(factor) if inplace else input * factor
 

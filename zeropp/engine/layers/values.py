@@ -92,6 +92,11 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
+def said_of(function: Any, what: str) -> Any:
+    """What a function, or the one that a ``partial`` is of, says of itself; None if it does not."""
+    return getattr(getattr(function, "func", function), what, None)
+
+
 def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
     """The keyword inputs whose names are among ``names``."""
     return {name: value for name, value in keywords.items() if name in names}
