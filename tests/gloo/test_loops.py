@@ -565,6 +565,7 @@ def test_what_slices_of_logits_would_get_wrong_is_refused() -> None:
         (head, loss_function, {}, "logits_slices=4: a mean of means counts the tokens of some"),
         (pooled, token_loss, counted, "logits_slices=4: inputs are (1, 6), what the last layer"),
         (head, huggingface.label_loss, {}, "loss_fn: shifts labels, which logits_slices=4"),
+        (head, partial(huggingface.label_loss), {}, "loss_fn: shifts labels, which logits_slices"),
     ]
     for last, loss, more, words in wrong:
         layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), last]

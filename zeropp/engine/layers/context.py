@@ -4,8 +4,8 @@ Ranks of a context group have the same rows, and each a slice of their tokens. L
 by token, except attention: ``scaled_dot_product_attention`` gets all tokens for a part of the
 heads, and gives back all heads for a rank's tokens. While a layer runs, torch's function has a
 stand-in that does so, whoever calls it. What the stand-in does not reach (positions that a layer
-counts itself, other kinds of attention, convolutions) ``zeropp.check`` finds. Attention over
-another number of tokens than the slice's is refused.
+counts itself, other kinds of attention, convolutions, draws but of dropout) ``zeropp.check`` finds.
+Attention over another number of tokens than the slice's is refused.
 """
 
 from __future__ import annotations
