@@ -77,8 +77,7 @@ class _Loader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         begun, ahead = self.model.steps_done, 0
         for given, batch in enumerate(super().__iter__()):
-            if given == 1 and self.model.steps_done == begun:
-                ahead = 1
+            ahead += given == 1 and self.model.steps_done == begun
             if self.model.steps_done - begun != given - ahead:
                 raise ValueError(
                     f"loader: {self.model.steps_done - begun} steps were done with {given} "
