@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError
 from benchmarks.specification.reading import adapter
 from zeropp.types.literals import MORE_THAN_0
 from zeropp.types.timeline import Provenance
+from zeropp.types.training import difference
 
 # Records of other schemas are refused. A new field has a default and needs no new number; one that
 # is renamed, or whose unit or meaning changes, does.
@@ -110,10 +111,7 @@ class GateResult:
         # "3.mlp.up.weight (adamw)": the optimizer is named in the kind
         check = " ".join([worst.worst, *worst.kind.split()[1:]]) if worst.worst else worst.kind
         more = f"; {len(others)} more of {len(self.checks)} checks failed" if others else ""
-        return (
-            f"gate: {check} differs from one process by {worst.error:.1e} in step {worst.step}, "
-            f"relative to its own; allowed {worst.limit:.1e}{more}"
-        )
+        return f"gate: {check} {difference(worst.error, worst.step, worst.limit)}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)

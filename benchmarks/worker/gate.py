@@ -94,7 +94,7 @@ from benchmarks.worker.one_process import (
 from zeropp.choose.contender import Contender
 from zeropp.engine.ranks.errors import gathered
 from zeropp.price import parameter_count
-from zeropp.train.one_process import apart, wide
+from zeropp.train.one_process import Distances, apart, distances, wide
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.literals import Precision
 from zeropp.types.shape import ModelShape
@@ -116,12 +116,6 @@ _HEADS = (64, 32, 16, 8)  # widths of a head in a reduced model: the largest tha
 _ORDERED = "all parameters, microbatches in another order"
 _NUMBERS = ("loss", "gradient norm")
 _MOST = 1e12  # is written for an infinite error or limit, which JSON cannot express
-
-
-# How far a step is from that of one process: of the loss, the gradient norm and every parameter's
-# update, by name, the L2 norm of the difference, and the size of its part along what was expected,
-# both relative to it; infinite where it is not a number.
-Distances = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +195,7 @@ def expect(
                 alone = OneProcess(spec, batches, device, types_of(spec), halves=halves)
                 narrow = alone.train(optimizer, STEPS)
                 found = map(_step, narrow.losses, narrow.grad_norms, narrow.updates)
-                ways.append(map(_distances, found, steps))
+                ways.append(map(distances, found, steps))
             return sizes, [_largest(step) for step in zip(*ways, strict=True)], exact.updates
 
         *numbers, updates = remembered(known, spec, device, f"gate {optimizer} {STEPS}", train)
@@ -229,7 +223,7 @@ def observe(
         updates = {name: after[name] - before[name] for name in after}
         wanted = _from_rank_0(expected.updates[step], expected.shapes, device)
         found.append(
-            _distances(
+            distances(
                 _step(float(result.loss), float(result.grad_norm), updates),
                 _step(sizes[_NUMBERS[0]], sizes[_NUMBERS[1]], wanted),
             )
@@ -259,16 +253,6 @@ def _from_rank_0(
 def _step(loss: float, norm: float, updates: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All that is compared of a step, by name."""
     return dict(zip(_NUMBERS, map(torch.tensor, (loss, norm)), strict=True)) | dict(updates)
-
-
-def _distances(step: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Distances:
-    """How far what there is of a step is from what was expected."""
-    found: Distances = {}
-    for name, one in step.items():
-        b, far = wide(expected[name]).flatten(), _far(one, expected[name])
-        along = abs(float((wide(one).flatten() - b) @ b)) / (float(b @ b) + 1e-60)
-        found[name] = far, along if far < math.inf else far
-    return found
 
 
 def _far(one: Tensor, expected: Tensor) -> float:
@@ -484,9 +468,13 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Sequence[Distances]) 
     return [max(checks, key=lambda check: check.error / check.limit) for checks in kinds.values()]
 
 
-def _with_all(sizes: Mapping[str, float], distances: Distances) -> Distances:
+def _with_all(sizes: Mapping[str, float], known: Distances) -> Distances:
     """The distances of every quantity that has a size, with those of all parameters together."""
-    found = {name: distances.get(name, (math.inf, math.inf)) for name in sizes}
+    nowhere = math.inf, math.inf
+    found = {
+        name: known.get(name, nowhere) if math.isfinite(size) else nowhere
+        for name, size in sizes.items()
+    }
     norms = {name: size for name, size in sizes.items() if name not in _NUMBERS}
     whole = math.hypot(*norms.values()) or 1.0
     far = math.hypot(*(size * found[name][0] for name, size in norms.items())) / whole

@@ -65,7 +65,7 @@ from tests.gloo.subtle_faults import (
     with_settings,
 )
 from zeropp.choose.contender import Contender
-from zeropp.engine.layers import chunk
+from zeropp.engine import engine
 from zeropp.engine.sliced_head import SlicedHead
 from zeropp.types.training import OptimizerConfig
 
@@ -493,7 +493,7 @@ FAULTS: dict[str, Fault] = {
     "one tensor-parallel rank never updated": _idle(lambda place, step: place.tp == 1),
     "tied weights summed twice": tied_gradients(2),
     "tied weights not summed": tied_gradients(0),
-    "other dropout masks": patched(chunk, "seed_piece", _other_masks),
+    "other dropout masks": patched(engine, "seed_piece", _other_masks),
     **OPTIMIZER_FAULTS,
     **MEGATRON_FAULTS,
 }

@@ -461,8 +461,3 @@ class Balanced(One):
         y: Tensor = self.linear(x)
         self.balance = y.square().mean()
         return y
-
-
-def scripted() -> nn.Module:
-    """A layer that is compiled already."""
-    return torch.jit.script(linear())

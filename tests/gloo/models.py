@@ -57,7 +57,6 @@ from tests.gloo.layers import (
     group_norm,
     half_frozen,
     linear,
-    scripted,
     spectral,
     weight_normed,
     wide,
@@ -336,17 +335,11 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
     "post hook": (between(PostHooked, linear), "1.a.bias: has a hook of register_post_accumulate"),
     "shared memory": (between(SharedMemory, linear), "layers[1]: 'b.weight' is in the same memory"),
     "complex": (between(Complex, linear), "1.scale: parameters of type torch.complex64 cannot be"),
-    "max_norm": (
-        [lambda: nn.Embedding(7, WIDTH, max_norm=1.0), linear, linear, linear],
-        "layers[0]: its forward changes 'weight', which no rank would keep",
-    ),
-    "lazy": (between(lambda: nn.LazyLinear(WIDTH), linear), "layers[1]: 'weight' has no shape yet"),
     "dict": (
         between(Given, linear),
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
     ),
     "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found so"),
-    "scripted": (between(scripted, linear), "layers[1]: has a RecursiveScriptModule, whose param"),
     "extra state": (between(Stateful, linear), "layers[1]: has a Stateful, whose extra state no"),
 }
 

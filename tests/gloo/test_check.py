@@ -69,6 +69,39 @@ class Evaluated(Listener):
         return nn.Linear.forward(self, x) if self.training else super().forward(x)
 
 
+class Noisy(nn.Linear):
+    """Draws otherwise than by F.dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn_like(x)
+
+
+class Clamping(nn.Linear):
+    """Clamps its weight in its forward."""
+
+    by_data = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.weight.data if self.by_data else self.weight).clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+class ClampingData(Clamping):
+    by_data = True
+
+
+class Renewing(nn.Linear):
+    """Puts other numbers into the place of its weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data / 2
+        return super().forward(x)
+
+
+CHANGING = {"clamping": Clamping, "clamping data": ClampingData, "renewing": Renewing}
+
+
 class Growing:
     """Makes a layer with larger weights at every call."""
 
@@ -127,6 +160,13 @@ class Counting(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x)
+
+
+class Slowing(Counting):
+    """Gives less with every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) / (1 + self.calls)
 
 
 class Scaled(nn.Module):
@@ -199,6 +239,10 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [Shift()]
     elif kind == "behind":
         inner = [Behind()]
+    elif kind in CHANGING:
+        inner = [CHANGING[kind](WIDTH, WIDTH)]
+    elif kind == "noise":
+        inner = [Noisy(WIDTH, WIDTH)]
     elif kind in ("right", "norm", "refused"):
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
     elif kind in ("begins", "fading", "update", "mixing head", "by token"):
@@ -218,7 +262,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
     elif kind == "begins":
         layers[1] = Growing()
     elif kind == "twice":
-        layers = [nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH)]
+        layers = [nn.Linear(WIDTH, WIDTH), Slowing(), nn.Linear(WIDTH, WIDTH)]
     elif kind == "named":
         layers[1], loss = Handing(Scaled()), weighted
         named = {"scale": torch.rand(ROWS), "weight": torch.rand(ROWS)}
@@ -261,6 +305,10 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("eight", {"shard": 2, "precision": "fp8"}, "2 steps"),
         ("none", {"pp": 2}, "ValueError: check: batches has none"),
         ("slice", {"context": 2}, "layers[1]: gives another output"),
+        ("noise", {"context": 2}, "layers[1]: gives another output"),
+        ("clamping", {"shard": 2}, "layers[1]: 'weight' is updated otherwise"),
+        ("clamping data", {"shard": 2}, "layers[1]: 'weight' is updated otherwise"),
+        ("renewing", {"shard": 2}, "layers[1]: gives another output"),
         ("odd", {"pp": 2, "logits_slices": 3}, "2 steps"),
         ("odd", {"context": 2, "logits_slices": 9}, "2 steps"),
         ("by token", {"pp": 2, "logits_slices": 3, "loss_reduction": "sum"}, "2 steps"),
@@ -268,14 +316,14 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("right", {"pp": 2, "logits_slices": 2, "loss_reduction": "sum"}, "loss_fn: the loss is"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),
-        ("behind", {"pp": 2, "recompute": "selective"}, "gradient, in step 1 (likely: recompute="),
+        ("behind", {"pp": 2, "recompute": "selective"}, "(likely: recompute="),
         ("begins", {"pp": 2}, "layers[1]: 'weight' begins with other values"),
         ("fading", {"shard": 2}, "loss_fn: the loss is"),
         ("evaluated", {"pp": 2}, "loss_fn: the loss of an evaluation is"),
         ("update", {"shard": 2}, "is updated otherwise by the same gradient"),
-        ("twice", {"pp": 2, "recompute": "full"}, "layers[1]: 'calls' that the layer keeps"),
+        ("twice", {"pp": 2, "recompute": "full"}, "or recompute='full' runs its forward a second"),
         ("refused", {"pp": 2}, "ValueError: inputs: needs a gradient"),
-        ("norm", {"pp": 2}, "has another gradient, in step 1 (likely: a hook"),
+        ("norm", {"pp": 2}, "(likely: a hook"),
     ],
 )
 def test_what_differs_is_named(

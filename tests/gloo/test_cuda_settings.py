@@ -33,7 +33,7 @@ from zeropp.emulate.world import fake_world
 from zeropp.engine import engine as engines
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluator import Evaluator
-from zeropp.engine.layers.chunk import StepSeeds, seed_piece
+from zeropp.engine.layers.chunk import seed_piece
 from zeropp.engine.layers.deferred import add_wide_product
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks import collectives, cuda_settings, given_rows
@@ -143,6 +143,9 @@ def shared(gpus: list[str], asked: str) -> str:
     return str(error.value)
 
 
+NOT_REFUSED = "pp=1 x shard=1 x replicate=1 = 1: must be the number of ranks, {}"
+
+
 def shared_on_purpose() -> str:
     with mock.patch.dict(os.environ, NCCL_HOSTID=f"rank {dist.get_rank()}"):
         return shared(["GPU-a"] * 3, "cuda")
@@ -150,7 +153,7 @@ def shared_on_purpose() -> str:
 
 def test_ranks_that_pose_as_hosts_share_a_gpu(world: World) -> None:
     """As with launcher.share_gpu."""
-    assert set(world.run(shared_on_purpose, size=3)) == {"layers=[]: there is nothing to train"}
+    assert set(world.run(shared_on_purpose, size=3)) == {NOT_REFUSED.format(3)}
 
 
 def test_ranks_that_share_a_gpu_are_refused_on_all(world: World) -> None:
@@ -161,7 +164,7 @@ def test_ranks_that_share_a_gpu_are_refused_on_all(world: World) -> None:
     }
     for asked in ("cuda", "cpu"):  # also where only some ranks train on a GPU
         found = world.run(shared, ["GPU-a", "GPU-a" if asked == "cpu" else "GPU-b"], asked, size=2)
-        assert set(found) == {"layers=[]: there is nothing to train"}
+        assert set(found) == {NOT_REFUSED.format(2)}
 
 
 @pytest.mark.parametrize(
@@ -242,17 +245,15 @@ def test_a_piece_seeds_the_current_device_as_the_cpu() -> None:
         seeded.assert_called_once_with(torch.initial_seed())
 
 
-def test_the_devices_random_numbers_are_as_before_a_step_and_an_evaluation() -> None:
+def test_the_devices_random_numbers_are_as_before_an_evaluation() -> None:
     schedule = stand_in(programs=[()])
     here: Any = stand_in(
         _channels=stand_in(device=GPU), chunks={}, _schedule=schedule, _rank=0,
         _loss=Loss(lambda output, _: output, "mean"), _roots=[], _caching=set(),
     )  # fmt: skip
     with mock.patch.object(torch.random, "fork_rng") as forked:
-        with StepSeeds(3, 0, GPU).drawing(0):
-            pass
         Evaluator.warm_up(here, Microbatches([], []))
-    assert [call.args for call in forked.call_args_list] == [([GPU],)] * 2
+    assert [call.args for call in forked.call_args_list] == [([GPU],)]
 
 
 def test_short_factors_are_added_to_a_wide_sum_in_one_kernel() -> None:
@@ -309,7 +310,7 @@ def test_the_current_device_is_that_of_the_model() -> None:
     given = {"device_count": 2, "current_device": 1, "set_device": None}
     stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
     with backends(BOTH), mock.patch.multiple(torch.cuda, **stand_ins):
-        assert placing.device_of(None, None) == GPU
+        assert placing.device_of(None) == GPU
         ParallelModel._check_ready(stand_in(engine=stand_in(lanes=stand_in(device=GPU))))
     assert stand_ins["set_device"].call_args_list == [mock.call(GPU)] * 2  # and in every thread
 

@@ -13,7 +13,6 @@ from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -42,7 +41,12 @@ from tests.gloo.cases import (
 from tests.gloo.models import error_of
 from tests.gloo.world import World, on_ranks
 from tests.unit.simulated_task import cluster
-from zeropp.choose.layer_prices import LayerPrices, LayerState, passes_of_layer
+from zeropp.choose.layer_prices import (
+    LayerPrices,
+    LayerState,
+    output_bytes,
+    passes_of_layer,
+)
 from zeropp.emulate import trace
 from zeropp.emulate.kernels import tensors_in
 from zeropp.emulate.memory import Allocations, observed
@@ -50,13 +54,13 @@ from zeropp.emulate.recorder import Recorder
 from zeropp.emulate.trace import Trace, trace_ranks
 from zeropp.emulate.world import replaced
 from zeropp.engine.engine import Engine
-from zeropp.engine.parameters import flat as sums
 from zeropp.engine.parameters.flat import FlatParameters, Gathering, Sharded, Unsharded
 from zeropp.engine.parameters.flat_layout import ALIGNMENT, FlatLayout, Partition, lay_out
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.price import price_plan
 from zeropp.price.flops import layer_flops, model_flops_per_token, piece_parameters
+from zeropp.price.kernels import element_bytes
 from zeropp.price.network import group_of
 from zeropp.price.peak_memory import peak_memory
 from zeropp.price.price import pass_times
@@ -148,20 +152,6 @@ def test_chunks_are_gathered_and_reduced_as_planned(world: World) -> None:
         # Norms and biases take their gradients early: how many chunks' at a time is the order's.
         assert large.gradients <= 1.05 * small.gradients
         assert large.gradients < once.gradients
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-@on_ranks(1)
-def test_a_lone_rank_keeps_the_sums_of_its_only_chunk(chunks: int) -> None:
-    case = Case(pp=1, shard=1, chunks=chunks, layers=4, batch=4)
-    engine, made = build_model_of(case).engine, []
-    for step in range(3):
-        with mock.patch.object(sums, "zeros", wraps=sums.zeros) as zeros:
-            engine.step(local_microbatches(case, step))
-        made.append(zeros.call_count)
-    flats = len(engine.flats)
-    assert flats >= chunks
-    assert made == ([flats, 0, 0] if chunks == 1 else [flats] * 3)
 
 
 @on_ranks(2)
@@ -569,6 +559,22 @@ def test_what_is_updated_whole_is_priced(replicas: int) -> None:
         assert cost.gather_updated == pytest.approx(0.75 * share / rate, rel=0.1)
         assert prices.memory(whole, on).memory[stage].whole == pytest.approx(4 * share)
         assert prices.memory(parts, on).memory[stage].whole == 0
+
+
+def test_of_a_head_in_slices_a_microbatch_keeps_the_inputs() -> None:
+    sizes, on = walked("llama_8b", 1), cluster("h100")
+    whole = plan("llama_8b", 1, "none", (0, 3, 6))
+    prices = LayerPrices(sizes, [LayerState()] * len(sizes))
+    before, after = (
+        prices.memory(one, on).memory[1] for one in (whole, replace(whole, logits_slices=4))
+    )
+    share = element_bytes(whole.precision) / 4
+    saved, inputs = share * sizes[-1].saved_bytes, output_bytes(sizes[-2], whole.precision)
+    assert before.activations - after.activations == pytest.approx(saved - inputs, abs=2)
+    logits = before.forward - before.activations  # and what the loss makes of them
+    running = after.backward_input - after.activations
+    assert running == pytest.approx(saved / 4 + logits / 4, abs=2)
+    assert saved > 2 * inputs
 
 
 ROWS, TOKENS, WIDTH = 2, 16, 64

@@ -147,9 +147,9 @@ def masked_loss(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("in_loss", [False, True])
 @on_ranks(2)
-def test_a_keyword_input_on_another_device_where_it_is_used(in_loss: bool) -> None:
+def test_a_keyword_input_on_another_device_of_one_rank(in_loss: bool) -> None:
     """The first layer takes the mask, or the loss function does."""
-    mask, user = torch.ones(ROWS, 1, dtype=torch.bool), 1 if in_loss else 0
+    mask = torch.ones(ROWS, 1, dtype=torch.bool)
     for rank in range(2):
         with built(
             seeded([linear if in_loss else Masked, linear]), pp=2,
@@ -157,10 +157,7 @@ def test_a_keyword_input_on_another_device_where_it_is_used(in_loss: bool) -> No
         ) as model:  # fmt: skip
             mine = mask.to("meta" if dist.get_rank() == rank else "cpu")
             said = error_of(partial(model.train_step, *data(), mask=mine))
-        if rank == user:
-            assert starts(said, "ValueError: mask: is on meta, but this rank trains on cpu", user)
-        else:
-            assert said == ""
+        assert starts(said, "ValueError: mask: is on meta, but this rank trains on cpu", rank)
 
 
 def fail_in_evaluation(output: Tensor, target: Tensor) -> Tensor:
@@ -253,9 +250,8 @@ def second_lane_fails(device: torch.device, name: str) -> Lane:
 def test_constructions_that_fail_on_one_rank() -> None:
     mine = dist.get_rank() == RANK
     said = error_of(lambda: built(pp=3, device="cuda" if mine else None))
-    # Without a GPU; with one, in a process that was forked.
-    no_cuda = "InfeasibleError: device='cuda': this", "RuntimeError: Cannot re-initialize CUDA"
-    assert said.removeprefix("PeerError: rank 1 raised ").startswith(no_cuda)
+    # Torch says why: there is no GPU, or it is in use in the process that this one was forked of.
+    assert said.startswith("InfeasibleError: device='cuda': ")
     refuses(
         "InfeasibleError: device='meta': the process group has no backend",
         lambda: built(pp=3, device="meta"),

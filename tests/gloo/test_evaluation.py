@@ -476,8 +476,6 @@ class Mixing(nn.Module):
         self.way, self.linear = way, nn.Linear(24, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way in DRAWS:
-            return DRAWS[self.way](x)
         rows = len(x)
         if self.way == "windows":
             x = x.reshape(-1, min(x.shape[1], 1024), 24)
@@ -488,20 +486,10 @@ class Mixing(nn.Module):
         return (x + mixed.transpose(1, 2).flatten(2)).reshape(rows, -1, 24)
 
 
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "noise": lambda x: x + torch.randn_like(x),
-    "torch": lambda x: torch.dropout(x, 0.1, True),
-    "alpha": lambda x: F.alpha_dropout(x, 0.1, True),
-    "channels": lambda x: F.dropout1d(x, 0.1),
-}
 REFUSED = {
     "mask": "a layer makes a mask [6, 6] of its slice of 6 tokens",
     "dropout": "attention drops weights (dropout_p=0.1)",
     "windows": "attention is over 1024 tokens, but a slice of a sequence has 2048",
-    "noise": "layers[1]: aten.randn_like.default draws the same numbers for every slice",
-    "torch": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
-    "alpha": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
-    "channels": "layers[1]: aten.bernoulli_.float draws the same numbers for every slice",
     "length": "must divide among context=5 ranks, but inputs are (1, 12)",
     "": "",
 }

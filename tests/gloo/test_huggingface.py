@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -225,10 +226,13 @@ def train_in_a_thread(*given: Any) -> dict[str, tuple[float, float]]:
         return train(*given)
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
-@pytest.mark.parametrize("family", ["granite", "qwen3", "mistral"])
+KINDS = [*product(["granite", "qwen3", "mistral"], ["plain", "packed", "padded"])]
+
+
+@pytest.mark.parametrize(("family", "kind"), [*KINDS, ("opt", "packed")])
 def test_rows_of_every_kind_are_divided(world: World, family: str, kind: str) -> None:
-    """Of a family that ties its weights, and of one with windows."""
+    """Of a family that ties its weights, of one with windows, and of one whose attention does not
+    tell documents apart."""
     degrees: dict[str, Any] = {"pp": 2, "context": 2, "recompute": "full", "tied": None}
     expected = {family: alone(family, None, 1, kind)}
     for errors in world.run(train_in_a_thread, degrees, expected, 1, kind, size=4):

@@ -560,12 +560,12 @@ def test_what_slices_of_logits_would_get_wrong_is_refused() -> None:
     tokens, targets = token_data(0, "any")
     given: dict[str, Any] = {"sample": tokens[:1], "global_batch": TOKEN_ROWS, "logits_slices": 4}
     head, pooled = nn.Linear(WIDTH, VOCABULARY), Pooled(WIDTH, VOCABULARY)
-    dropping, counted = nn.Sequential(nn.Dropout(0.1), head), {"loss_reduction": "tokens"}
+    counted = {"loss_reduction": "tokens"}
     wrong: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
         (head, loss_function, {}, "logits_slices=4: a mean of means counts the tokens of some"),
-        (dropping, token_loss, counted, "logits_slices=4: the last layer draws random numbers"),
         (pooled, token_loss, counted, "logits_slices=4: inputs are (1, 6), what the last layer"),
         (head, huggingface.label_loss, {}, "loss_fn: shifts labels, which logits_slices=4"),
+        (head, partial(huggingface.label_loss), {}, "loss_fn: shifts labels, which logits_slices"),
     ]
     for last, loss, more, words in wrong:
         layers = [nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), last]

@@ -42,6 +42,10 @@ _INSTRUCTIONS = (
 # name or overridden.
 CONTRACTS = {
     "clipping by torch in a hook is refused": ["torch.nn.utils.clip_grad:_get_total_norm"],
+    "hooks of all optimizers may not take norms of shards": [
+        "torch.optim.optimizer:_global_optimizer_pre_hooks",
+        "torch.optim.optimizer:_global_optimizer_post_hooks",
+    ],
     "checkpoints before the first update": [
         "torch.optim:Optimizer#_optimizer_step_pre_hooks",
         "torch.optim:Optimizer#_optimizer_step_post_hooks",

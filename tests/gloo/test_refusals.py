@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zeropp
@@ -39,8 +37,7 @@ from zeropp.types.training import OptimizerConfig, Trainer
 
 
 def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
-    """What ``parallelize`` says to arguments on this rank; what they do not set is right. A mesh is
-    named by its axis."""
+    """What ``parallelize`` says to arguments on this rank; what they do not set is right."""
     layers = seeded([linear] * 4)
     lent: Any = layers[1]
     other = seeded([linear] * 4)
@@ -97,7 +94,7 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             {"global_bacth": 4},
         ),
         ("InfeasibleError: device='cuda:7': ", {"device": "cuda:7"}),
-        ("InfeasibleError: device='gpu': is none of torch's devices", {"device": "gpu"}),
+        ("InfeasibleError: device='gpu': Expected one of", {"device": "gpu"}),
         (
             "layers[2]: shares 'weight' with layers[1], but layers are trai",
             {"layers": [linear_of_64, lambda: lent, lambda: lent]},
@@ -118,20 +115,8 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             "a function without arguments that makes one: put a function of tensors i",
             {"layers": [*layers[:2], lambda x: x * 2]},
         ),
-        (
-            "layers[2]: its forward changes 'weight', which no rank would keep",
-            {"layers": in_the_middle(Clamping(data=True))},
-        ),
-        (
-            "layers[2]: its forward changes 'weight', which no rank would keep",
-            {"layers": in_the_middle(Clamping(data=False))},
-        ),
-        (
-            "layers[2]: its forward changes 'weight', which no rank would keep",
-            {"layers": in_the_middle(Renewing())},
-        ),
         ("layers[1]: returns tuple", {"layers": tuples, "pp": 2}),
-        ("layers=[]", {"layers": []}),
+        ("chunks=1: 2 x 1 stages, but there are 0 layers", {"layers": []}),
         ("layers: must be a list of modules", {"layers": layers[0]}),
         ("global_batch=0: must be at least 1", {"global_batch": 0}),
         ("global_batch=2.5: must be a whole number", {"global_batch": 2.5}),
@@ -158,8 +143,6 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
             {"pp": 2, "chunks": 2, "unit": 4, "activation_cap": 3},
         ),
-        ("pp=4: the mesh has it, too", {"mesh": "pp", "pp": 4}),
-        ("they must be named among", {"mesh": "tp"}),
         (
             "layers[1]: 'weight' is on the meta device and has no values",
             {"layers": [layers[0], linear().double().to("meta"), *layers[2:]]},
@@ -189,14 +172,10 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
         ),
         (
-            "loss_fn: ranks differ: rank 0 has L1Loss() where rank 1 has MSELoss()",
+            "loss_fn: ranks differ: rank 0 has L1Loss where rank 1 has MSELoss",
             {"loss_fn": nn.MSELoss() if rank else nn.L1Loss()},
         ),
         ("loss_fn: ranks differ: rank 0 has", {"loss_fn": F.l1_loss if rank else F.mse_loss}),
-        (
-            "loss_fn: ranks differ: rank 0 has",
-            {"loss_fn": partial(F.smooth_l1_loss, beta=1.0 + rank)},
-        ),
         (
             "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
             {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},
@@ -213,33 +192,6 @@ class Borrowing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.lenders[0].weight  # type: ignore[operator]
-
-
-class Clamping(nn.Linear):
-    """Clamps its weight in its forward."""
-
-    def __init__(self, *, data: bool) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.by_data = data
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.by_data:
-            self.weight.data.clamp_(-0.05, 0.05)
-        else:
-            with torch.no_grad():
-                self.weight.clamp_(-0.05, 0.05)
-        return super().forward(x)
-
-
-class Renewing(nn.Linear):
-    """Puts other numbers into the place of its weight in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.data / 2
-        return super().forward(x)
 
 
 def linear_of_64() -> nn.Module:
@@ -325,9 +277,7 @@ def test_arguments_need_their_names() -> None:
 def refused(number: int) -> str:
     """What ``parallelize`` says to one of the wrong calls, on this rank."""
     _, arguments = wrong_calls(dist.get_rank())[number]
-    if "mesh" in arguments:
-        arguments["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=(arguments["mesh"],))
-    elif not {"pp", "shard"} & set(arguments):
+    if not {"pp", "shard"} & set(arguments):
         arguments["pp"] = 2
     return error_of(lambda: built(**{"layers": seeded([linear] * 4), **arguments}))
 
@@ -383,7 +333,6 @@ def raised(knobs: dict[str, Any]) -> Exception:
         ("replicate_zero", 2, "must be one of 0, 1"),
         ("compile", "yes", "must be True or False"),
         ("tied", (0, 4), "must be tuple[tuple[int, str], tuple[int, str]]"),
-        ("mesh", "pp", "must be a DeviceMesh"),
         ("global_batch", 2.5, "must be a whole number"),
     ],
 )
@@ -408,7 +357,7 @@ def test_no_process_group_is_said() -> None:
         )
 
 
-MOST_LINES = 9_750
+MOST_LINES = 9_550
 SPECS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "pipeline of shards": ({"pp": 2, "shard": 2, "chunks": 2, "unit": 2}, {}, "fp32"),
     "dropout": ({"pp": 2, "shard": 2, "recompute": "full"}, {"dropout": 0.1}, "fp32"),

@@ -45,8 +45,8 @@ def _nothing(*_: object, **__: object) -> None:
 
 @contextmanager
 def _lanes_ignore_after() -> Iterator[None]:
-    run = lanes._StreamLane.run
-    with mock.patch.object(lanes._StreamLane, "run", lambda self, work, after=(): run(self, work)):
+    run = lanes.StreamLane.run
+    with mock.patch.object(lanes.StreamLane, "run", lambda self, work, after=(): run(self, work)):
         yield
 
 
@@ -152,7 +152,7 @@ def _room_at_once(self: Any, flat: FlatParameters) -> None:
 FAULTS: dict[str, tuple[Fault, str]] = {
     "no lane is waited for": (_instead(lanes._StreamTicket, wait=_nothing), "bf16"),
     "lanes ignore each other": (_lanes_ignore_after, "shards and replicas"),
-    "lanes ignore compute": (_instead(lanes._StreamLane, run=_run_without_compute), "bf16"),
+    "lanes ignore compute": (_instead(lanes.StreamLane, run=_run_without_compute), "bf16"),
     "parameters freed under their gather": (
         _instead(FlatParameters, reshard=_reshard_at_once, wait=_nothing),
         "bf16",

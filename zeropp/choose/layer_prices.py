@@ -324,12 +324,16 @@ class LayerPrices:
         return self._kept(plan, first, first + plan.offloaded_per_stage[stage])[0]
 
     def _kept(self, plan: SizedPlan, begin: int, end: int) -> tuple[float, float]:
-        """What a stage keeps of one microbatch, and what it recomputes at a time."""
-        share = element_bytes(plan.precision) / _FP32
+        """What a stage keeps of one microbatch, and what it recomputes at a time: of a last layer
+        in slices the inputs, and one slice."""
+        share, of_slice = element_bytes(plan.precision) / _FP32, 0.0
         saved = [share * layer.saved_bytes for layer in self.sizes]
+        if plan.logits_slices > 1 and end == len(saved):
+            of_slice = saved[-1] / plan.logits_slices
+            saved[-1] = output_bytes(self.sizes[-2:][0], plan.precision)
         if plan.recompute != "full":
-            return sum(saved[begin:end]), 0.0
+            return sum(saved[begin:end]), of_slice
         inner = range(max(begin, 1), min(end, len(saved) - 1))
         kept = sum(saved[i] for i in range(begin, end) if i not in inner)
         kept += sum(output_bytes(self.sizes[i - 1], plan.precision) for i in inner)
-        return kept, max((saved[i] for i in inner), default=0.0)
+        return kept, max(of_slice, *(saved[i] for i in inner), 0.0)

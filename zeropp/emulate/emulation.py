@@ -32,7 +32,7 @@ from zeropp.emulate.rendezvous import hanging_waits, mismatches, stuck
 from zeropp.emulate.world import like, replaced, wherever_imported
 from zeropp.engine.layers import deferred
 from zeropp.engine.ranks.errors import ErrorBarrier
-from zeropp.engine.ranks.lanes import streams_on_cpu
+from zeropp.engine.ranks.lanes import StreamLane, ThreadLane, Ticket, Work
 
 _QUIET_S = 20.0  # a rank that issues nothing for so long tells what it waits for
 _RETURN_WORK = ["isend", "irecv", "send", "recv"]
@@ -189,9 +189,31 @@ def emulated(device: VirtualDevice | None = None) -> Iterator[VirtualDevice]:
         *((Tensor, name, _read(device, getattr(Tensor, name))) for name in _READ_BY_HOST),
         (ErrorBarrier, "exchange", exchange_on_cpu),
         *wherever_imported(functions),
+        *_lanes(),
     )
-    with replaced(*stand_ins), streams_on_cpu(), observer:
+    with replaced(*stand_ins), observer:
         yield device
+
+
+def _lanes() -> Iterator[tuple[Any, str, Any]]:
+    """What lets lanes of a CPU run their work on streams, also those that were made before."""
+    run, close, streams = ThreadLane.run, ThreadLane.close, dict[ThreadLane, StreamLane]()
+
+    def stream_of(lane: ThreadLane) -> StreamLane:
+        if lane not in streams:
+            run(lane, lambda: None).wait()  # what the thread has yet to do comes first
+            streams[lane] = StreamLane(torch.device("cpu"), lane.name)
+        return streams[lane]
+
+    def on_stream(lane: ThreadLane, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
+        return stream_of(lane).run(work, after)
+
+    def closed(lane: ThreadLane) -> None:
+        stream_of(lane).close()
+        close(lane)
+
+    yield ThreadLane, "run", on_stream
+    yield ThreadLane, "close", closed
 
 
 @dataclass(frozen=True)

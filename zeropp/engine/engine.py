@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
-from zeropp.engine.layers.chunk import Chunk, StepSeeds
+from zeropp.engine.layers.chunk import Chunk, seed_piece
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
@@ -58,7 +58,6 @@ class Engine:
     """
 
     _earlier: Batches = ()  # before those of this batch size, in earlier runs
-    _seeds: StepSeeds | None = None  # where layers draw random numbers
     context: Context | None = None  # the ranks that divide sequences, if there are several
     _head: SlicedHead | None = None  # what runs the last layer and the loss, if they are in slices
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
@@ -84,9 +83,7 @@ class Engine:
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
         self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._rows = GivenRows(("inputs", "targets", *settings.sample_keywords), layout, device)
-        if settings.dropout_seed is not None:
-            first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
-            self._seeds = StepSeeds(settings.dropout_seed, first, device)
+        self._draws = settings.dropout_seed is not None
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 5 + self._rows.count, undo)
@@ -140,7 +137,9 @@ class Engine:
             self.updater.set_rates(self.steps_done)
             for flat in self.flats:
                 flat.clear_gradients()
-            drawing = self._seeds.drawing(self.steps_done) if self._seeds else None
+            devices = [self._device] if self._device.type == "cuda" else []
+            # So that what else a rank draws (a batch, for example) does not depend on its stages.
+            drawing = torch.random.fork_rng(devices) if self._draws else nullcontext()
             result = self.interpreter.run(batch, drawing)
             self.steps_done += 1
             if self._compare_every and self.steps_done % self._compare_every == 0:
@@ -355,7 +354,7 @@ class Engine:
             self._device,
             (kind.group for one in sizes for kind in one.kinds.values() if kind.trained),
             whole=plan.whole_groups,
-            clip_norm=settings.clip_norm,
+            clip_norm=settings.clipped_to,
             lr_schedule=settings.lr_schedule,
         )
         return None, {"optimizer": self.updater.described()}
@@ -393,7 +392,6 @@ class Engine:
             lanes=self.lanes,
             plan=plan,
             settings=settings,
-            keeps_sums=plan.schedule.num_stages == self._layout.world == 1,
         )
         flats = list(made)
         if plan.gradient_parts > 1 and (late := [flat for flat in flats if flat.deferred]):
@@ -403,8 +401,13 @@ class Engine:
             from zeropp.engine.layers.offload import Offload
 
             offload = Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
-        indices, seeds = list(layers), self._seeds
-        seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
+        indices = list(layers)
+        first = self._layout.dp_index(dist.get_rank()) * plan.num_microbatches
+
+        def seed(place: int, microbatch: int) -> None:
+            assert settings.dropout_seed is not None
+            seed_piece(settings.dropout_seed, self.steps_done, first + microbatch, indices[place])
+
         made_of = partial(
             Chunk,
             flats=flats,
@@ -424,7 +427,7 @@ class Engine:
             recomputed=blocks[: plan.recomputed_per_stage[stage]],
             arriving=_passed(sizes, plan.cuts[stage], compute),
             leaving=_passed(sizes, plan.cuts[stage + 1], compute),
-            seed=seed,
+            seed=seed if self._draws else None,
             offload=offload,
         )
 

@@ -3,8 +3,8 @@ schedules: the program alone says what comes next, up to the update and what fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.layers.chunk import Chunk, shown
-from zeropp.engine.layers.values import Key, Tensors, chosen, tensors_of
+from zeropp.engine.layers.values import Key, Tensors, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.collectives import Channels
@@ -104,32 +104,19 @@ class Interpreter(ActionRecorder):
         self._merged = merged_weights(self._program, merged)
         self._actions = [(action, str(action)) for action in self._program]
 
-    def run(
-        self, batch: Microbatches, drawing: AbstractContextManager[None] | None = None
-    ) -> StepResult:
+    def run(self, batch: Microbatches, drawing: AbstractContextManager[None]) -> StepResult:
         """Run the program over one step's microbatches; inside ``drawing`` forwards and backwards
         draw their random numbers."""
         step = _Step(batch)
         with step.passes:
             step.passes.enter_context(shown(self._chunks.values()))
-            step.passes.enter_context(drawing or nullcontext())
+            step.passes.enter_context(drawing)
             self._begin_step()
             for action, name in self._actions:
                 with self._running(action.op, name):
                     self._handlers[action.op](action, step)
         assert step.result is not None
         return step.result
-
-    def reads(self, keywords: Mapping[str, Tensor]) -> set[str]:
-        """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
-        ``targets`` in the last, and the keyword inputs that its layers or, in the last stage, the
-        loss function name."""
-        ends = {"inputs": 0, "targets": self._last}
-        named = [chunk.keywords for chunk in self._chunks.values()]
-        if self._last in self._chunks:
-            named += [self._loss.keywords, *([self._head.keywords] if self._head else ())]
-        read = {name for name, stage in ends.items() if stage in self._chunks}
-        return read.union(*(chosen(keywords, names) for names in named))
 
     def _forward(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)

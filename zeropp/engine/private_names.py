@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled as is_profiled
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +30,7 @@ __all__ = [
     "is_profiled",
     "is_traceable_wrapper_subclass",
     "kept_by_selective",
+    "step_hooks",
     "tree_leaves",
 ]
 
@@ -46,6 +51,14 @@ def default_timeout(device: torch.device) -> timedelta | None:
     assert dist.group.WORLD is not None
     options = getattr(dist.group.WORLD._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
+    """The hooks before and after steps of these optimizers, also those of every optimizer."""
+    tables: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    for one in optimizers:
+        tables += [one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks]
+    return [hook for table in tables for hook in table.values()]
 
 
 @contextmanager

@@ -12,14 +12,13 @@ from datetime import timedelta
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.engine.layers.values import POSITIONS
+from zeropp.engine.layers.values import POSITIONS, said_of
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
 from zeropp.types.layout import InfeasibleError, Layout
@@ -29,7 +28,6 @@ from zeropp.types.literals import (
     Auto,
     Axis,
     LossReduction,
-    Placement,
     Precision,
     Recompute,
     check_fields,
@@ -51,7 +49,7 @@ MakeOptimizer = Callable[
     [Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ]
 AXES: tuple[Axis, ...] = ("pp", "shard", "context", "replicate")
-_OF_THIS_RANK = ("mesh", "device", "timeout")  # what may differ between ranks
+_OF_THIS_RANK = ("device", "timeout")  # what may differ between ranks
 
 
 def one_group(name: ParameterName, parameter: nn.Parameter) -> str:
@@ -86,10 +84,7 @@ class Settings(StepKnobs):
     """How many blocks of every rank keep in the host's memory what their backward needs."""
     plan: Plan | None = None
     """A finished plan for these layers, instead of all that a plan decides: degrees, knobs,
-    ``mesh``, ``precision``, ``weights`` and ``cluster``."""
-    mesh: DeviceMesh | None = None
-    """A mesh with axes among ``pp``, ``shard``, ``context`` and ``replicate``, instead of these
-    degrees."""
+    ``precision``, ``weights`` and ``cluster``."""
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
     """A configuration, or a function that makes an optimizer, or a list of several, from fp32
     tensors by group: ``lambda groups: torch.optim.AdamW(groups["all"], lr=1e-3)``. The tensors are
@@ -100,7 +95,7 @@ class Settings(StepKnobs):
     tensors are flat shards, too."""
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0
     """The largest global L2 norm of a step's gradient, with any optimizer; larger ones are scaled
-    down to it. 0: no clipping, except that of an ``OptimizerConfig``."""
+    down to it. 0: that of an ``OptimizerConfig``, if it has one."""
     compare_replicas: Annotated[int, AT_LEAST_0] = 0
     """After how many steps replicas compare their parameters again. A difference is an error: a
     hook that depends on the rank makes them drift apart. The host waits for it. 0: never."""
@@ -130,8 +125,8 @@ class Settings(StepKnobs):
     """Two parameters that are one in the model, as (layer, name), one of the first layer and one
     of the last, in either order. Both begin with the first layer's values."""
     device: torch.device | str | None = None
-    """By default the mesh's, or this process's CUDA device where the process group has NCCL, else
-    the CPU. A CUDA device becomes the current one of this process (``torch.cuda.set_device``)."""
+    """By default this process's CUDA device where the process group has NCCL, else the CPU. A CUDA
+    device becomes the current one of this process (``torch.cuda.set_device``)."""
     lr_schedule: Callable[[int], float] | None = None
     """The factor on the learning rate, given the number of steps done."""
     dropout_seed: int | None = 0
@@ -145,7 +140,7 @@ class Settings(StepKnobs):
     those of torch's new groups (30 minutes on gloo, 10 on NCCL)."""
 
     def __post_init__(self) -> None:
-        """Check every field alone, and what ``mesh`` says beside degrees."""
+        """Check every field alone, and what several say together."""
         try:
             check_fields(self)
         except ValueError as error:
@@ -154,37 +149,28 @@ class Settings(StepKnobs):
             raise InfeasibleError(
                 "sample: must be a tensor of inputs, with at least one row in dimension 0"
             )
-        for name, value in self.sample_keywords.items():
-            if not isinstance(value, Tensor):
-                raise InfeasibleError(f"sample_keywords: {name!r} must be a tensor [rows, ...]")
         if self.tied is not None:
             first, second = sorted(self.tied)
             object.__setattr__(self, "tied", (first, second))
-        config = self.optimizer
-        if configured := config.clip_norm if isinstance(config, OptimizerConfig) else 0.0:
-            if self.clip_norm not in (0, configured):
-                raise InfeasibleError(
-                    f"clip_norm={self.clip_norm}: the optimizer's configuration has {configured} "
-                    "(leave one of the two out)"
-                )
-            object.__setattr__(self, "clip_norm", configured)
         if self.plan is not None:
             self._take_over(self.plan)
         _ = self.layout, self.hardware  # which raise where there is none
 
     @cached_property
     def layout(self) -> Layout:
-        """The degrees that were asked for, of the mesh if there is one; 1 for those that are still
-        ``auto``."""
+        """The degrees that were asked for; 1 for those that are still ``auto``."""
         degrees: dict[str, Any] = {axis: if_auto(getattr(self, axis), 1) for axis in AXES}
-        degrees["placement"] = if_auto(self.placement, "dp_inner")
-        if self.mesh is not None:
-            degrees |= _degrees_of(self.mesh, degrees)
         return Layout(
             **degrees,
+            placement=if_auto(self.placement, "dp_inner"),
             chunks=if_auto(self.chunks, 1),
             replicate_zero=if_auto(self.replicate_zero, 0),
         )
+
+    @property
+    def clipped_to(self) -> float:
+        """The largest norm of a gradient, of the optimizer's configuration if not given here."""
+        return self.clip_norm or getattr(self.optimizer, "clip_norm", 0.0)
 
     @property
     def microbatch_rows(self) -> int:
@@ -252,7 +238,7 @@ def read(
     InfeasibleError as ``Settings`` does and for a keyword beside a plan that decides otherwise, be
     it ``auto`` or the keyword's default."""
     own = {
-        "loss_reduction": getattr(loss_fn, "loss_reduction", None),
+        "loss_reduction": said_of(loss_fn, "loss_reduction"),
         "tied": getattr(layers, "tied", None),
     }
     given = {name: value for name, value in keywords.items() if name != "tied" or value}
@@ -262,12 +248,6 @@ def read(
             near = [f" (did you mean {one!r}?)" for one in get_close_matches(name, known, 1)]
             raise TypeError(f"parallelize: unexpected keyword argument {name!r}{''.join(near)}")
     settings = Settings(**{name: value for name, value in own.items() if value} | given)
-    copies = 1 if settings.layout.replicate_zero else settings.layout.replicate
-    if settings.compare_replicas and copies == 1 and settings.replicate != "auto":
-        raise InfeasibleError(
-            f"compare_replicas={settings.compare_replicas}: no two ranks make the same updates "
-            "(leave it out, or take replicate > 1 with replicate_zero=0)"
-        )
     if settings.plan is not None:
         for name, value in _decided_by(settings.plan).items():
             if name in keywords and keywords[name] != value:
@@ -285,8 +265,6 @@ def check_call(settings: Settings, layers: Any, loss_fn: Any) -> None:
             f"layers: must be a list of modules, or of functions that make them, but is "
             f"{type(layers).__name__}"
         )
-    if not layers:
-        raise InfeasibleError("layers=[]: there is nothing to train")
     weights, tied = settings.weights, settings.tied
     if weights is not None and (len(weights) != len(layers) or not all(w > 0 for w in weights)):
         raise InfeasibleError(
@@ -332,28 +310,4 @@ def _decided_by(plan: Plan) -> dict[str, Any]:
         name: next(getattr(place, name) for place in places if hasattr(place, name))
         for name in ("precision", *(each.name for each in fields(StepKnobs)))
     }
-    return dict.fromkeys(("mesh", "weights", "cluster")) | knobs
-
-
-def _degrees_of(mesh: DeviceMesh, asked: Mapping[str, object]) -> dict[str, Any]:
-    """The degrees of a mesh, and the placement that numbers ranks as it does."""
-    names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= set(AXES):
-        raise InfeasibleError(f"mesh: its axes are {names}; they must be named among {AXES}")
-    sizes = {name: mesh.size(names.index(name)) for name in names}
-    for name in names:
-        if asked[name] not in (1, sizes[name]):
-            raise InfeasibleError(
-                f"{name}={asked[name]!r}: the mesh has it, too (leave one of them out)"
-            )
-    ranks = mesh.mesh.flatten().tolist()
-    for placement in get_args(Placement):
-        layout = Layout(**sizes, placement=placement)  # type: ignore[arg-type]
-        places = [layout.coordinates(rank) for rank in range(layout.world)]
-        numbered = sorted(range(layout.world), key=lambda r: [places[r][n] for n in names])  # type: ignore[index]
-        if ranks == numbered:
-            return {**sizes, "placement": placement}
-    raise InfeasibleError(
-        "mesh: ranks must be numbered as init_device_mesh numbers the axes (pp, replicate, shard, "
-        f"context) or (replicate, shard, pp, context); this mesh has {names} and ranks {ranks}"
-    )
+    return dict.fromkeys(("weights", "cluster")) | knobs

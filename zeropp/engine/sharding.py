@@ -47,11 +47,10 @@ def make_flats(
     lanes: Lanes,
     plan: Plan,
     settings: Settings,
-    keeps_sums: bool,
 ) -> Iterator[FlatParameters]:
     """The buffers of a chunk's ``pieces``, which are modules by their index in the model.
-    ``deferred`` are the weights whose gradients may be delayed; ``keeps_sums`` as in
-    ``FlatParameters``. Raises InfeasibleError for parameters that cannot be sharded."""
+    ``deferred`` are the weights whose gradients may be delayed. Raises InfeasibleError for
+    parameters that cannot be sharded."""
     entries, tied = _parameters(pieces), settings.tied
     zero, rank = plan.layout.replicate_zero == 1, dist.get_rank()
     replica = plan.layout.coordinates(rank)["replicate"]
@@ -99,7 +98,6 @@ def make_flats(
             zero=zero and trainable,
             trainable=trainable,
             deferred=late,
-            keeps_sums=keeps_sums,
         )
 
 

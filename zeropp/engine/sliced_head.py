@@ -30,11 +30,6 @@ class SlicedHead:
         """The last layer."""
         return self._chunk.modules
 
-    @property
-    def keywords(self) -> frozenset[str]:
-        """The keyword inputs that the last layer names."""
-        return self._chunk.keywords
-
     def output(self, inputs: Value, keywords: Mapping[str, Tensor]) -> Value:
         """What the last layer gives for all tokens, without a graph."""
         return self._chunk.forward(tensors_of(inputs), 0, keywords)[0]

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.layers.chunk import forked_generators, seed_piece
 from zeropp.engine.layers.values import (
@@ -157,7 +156,6 @@ def _check_modules(
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             continue
-        check_layer(layer, index)
         check_values(layer, index)
         _own(layer, index, owners, tied)
         for name, parameter in layer.named_parameters():
@@ -225,7 +223,7 @@ def _walk(
             )
         function = partial(module, **chosen(keywords, names))
         with refused(f"{where}: cannot be called with the output of the layer before"):
-            watch = OperationWatch(elsewhere, where, module)
+            watch = OperationWatch(elsewhere, where)
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
             value, saved_bytes = _forward(function, _leaves_of(value), module, watches, hooks)
@@ -259,16 +257,12 @@ def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> f
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators inside of it that read one of ``owners``, which are parameters of other
-    layers than ``reader``, as no rank would add up their gradients; and those that write to a
-    parameter of the ``reader`` itself, as the masters would never see it. ``draws``: whether any of
-    them took numbers of torch's default generators."""
+    layers than ``reader``, as no rank would add up their gradients. ``draws``: whether any of them
+    took numbers of torch's default generators."""
 
-    def __init__(self, owners: Owners, reader: str, module: nn.Module | None = None) -> None:
+    def __init__(self, owners: Owners, reader: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owners, self._reader = owners, reader
-        self.draws = False
-        self._module = nn.Module() if module is None else module
-        self._held = self._storages()
+        self._owners, self._reader, self.draws = owners, reader, False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -281,40 +275,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{self._reader}: reads {owner.name!r} of layers[{owner.layer}], which only "
                     "that layer may (pass it on as an output, or put the two into one layer)"
                 )
-        for argument, value in zip(function._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, Tensor):
-                self._check_written(value.untyped_storage())
-        if _draws(function, args, kwargs or {}):
-            self.draws = True
-            from zeropp.engine.layers.context import active  # not loaded for others
-
-            if (context := active()) is not None and not context.drops:
-                raise InfeasibleError(
-                    f"{self._reader}: {function} draws the same numbers for every slice of a "
-                    f"sequence with context={context.size} (draw with F.dropout alone, which is "
-                    "for all tokens, or take context=1)"
-                )
+        self.draws = self.draws or _draws(function, args, kwargs or {})
         return function(*args, **(kwargs or {}))
-
-    def __exit__(self, *error: Any) -> None:
-        """Look also for parameters that have other memory than before."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if error[0] is None:
-            now = self._storages()
-            for name, storage in self._held.items():
-                if now.get(name) is not storage:
-                    self._check_written(storage)
-
-    def _check_written(self, written: torch.UntypedStorage) -> None:
-        for name, storage in self._held.items():
-            if storage is written:  # torch keeps one object of it, whatever the view
-                raise InfeasibleError(
-                    f"{self._reader}: its forward changes {name!r}, which no rank would keep "
-                    "(compute with the changed value, or normalise what the layer gives)"
-                )
-
-    def _storages(self) -> dict[str, torch.UntypedStorage]:
-        return {n: one.untyped_storage() for n, one in self._module.named_parameters()}
 
 
 def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -365,32 +327,20 @@ def _leaves_of(given: Value) -> list[Tensor]:
 
 
 def check_layer(module: nn.Module, index: int) -> None:
-    """Raise InfeasibleError for a layer that could not be trained rightly: with a parameter that
-    has no shape yet or is not plain, or that something else trains in parallel."""
+    """Raise InfeasibleError for a layer with a parameter that is made of other tensors, or with
+    state that no checkpoint would have."""
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InfeasibleError(
-                f"layers[{index}]: {name!r} has no shape yet (call the layer once, as torch's "
-                "lazy modules need it)"
-            )
         is_made_of_others = is_traceable_wrapper_subclass(parameter)
-        if is_made_of_others or parameter.is_inference():
-            kind = type(parameter.data).__name__ if is_made_of_others else "an inference tensor"
+        if is_made_of_others:
             raise InfeasibleError(
-                f"layers[{index}]: {name!r} is {kind}, but a plain parameter is needed (hand over "
-                "layers that nothing else has sharded or quantized, made outside of "
-                "torch.inference_mode)"
+                f"layers[{index}]: {name!r} is {type(parameter.data).__name__}, but a plain "
+                "parameter is needed (hand over layers that nothing else has sharded or quantized)"
             )
-    for part in module.modules():
-        wrong = ""
-        if isinstance(part, DistributedDataParallel):
-            wrong = "which adds gradients up a second time (hand over the module inside it)"
-        elif isinstance(part, torch.jit.ScriptModule):
-            wrong = "whose parameters nothing can share out (hand over what it was made from)"
-        elif _has_extra_state(part):
-            wrong = "whose extra state no checkpoint would have (keep it in buffers)"
-        if wrong:
-            raise InfeasibleError(f"layers[{index}]: has a {type(part).__name__}, {wrong}")
+    for part in filter(_has_extra_state, module.modules()):
+        raise InfeasibleError(
+            f"layers[{index}]: has a {type(part).__name__}, whose extra state no checkpoint would "
+            "have (keep it in buffers)"
+        )
 
 
 def _refuse_recurrent(module: nn.Module, where: str, recompute: Recompute) -> None:
@@ -444,15 +394,6 @@ def check_values(module: nn.Module, index: int) -> None:
             )
 
 
-def _shared_parameter(index: int, name: str, other: ParameterName) -> InfeasibleError:
-    """The error of a layer that has a parameter of another one."""
-    return InfeasibleError(
-        f"layers[{index}]: shares {name!r} with layers[{other[0]}], but layers are trained apart "
-        f"(give each its own parameters; first and last layer may share one with tied=({other}, "
-        f"{(index, name)}))"
-    )
-
-
 def made_layer(layer: Layer, index: int, seed: int) -> nn.Module:
     """A layer, or what a function makes. That draws its weights by torch's default generators, by
     Python's and by numpy's as a function of ``seed`` and of the layer, so that every topology has
@@ -485,7 +426,11 @@ def _own(
         if other is None:
             owners[id(parameter)] = Owner(ref(parameter), index, name)
         elif other[0] != index and tied not in ((other, (index, name)), ((index, name), other)):
-            raise _shared_parameter(index, name, other)
+            raise InfeasibleError(
+                f"layers[{index}]: shares {name!r} with layers[{other[0]}], but layers are trained "
+                "apart (give each its own parameters; first and last layer may share one with "
+                f"tied=({other}, {(index, name)}))"
+            )
 
 
 def _copied(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from zeropp.engine.layers.context import Context, active
 from zeropp.types.layout import InfeasibleError
 
 _ROWS, _LENGTH = 2, 3  # of the run that finds where to cut
+_LOOK = "find_packed_sequence_indices"  # of ``transformers``, of positions
 
 
 class Piece(nn.Module):
@@ -44,6 +46,7 @@ class Piece(nn.Module):
         self.whole, self.flow, self.paths = whole, flow, paths
         self._called, self._is_head = called, not called
         self._takes_places, self._pools, self._pad = cut.takes_places, cut.pools, cut.pad
+        self._packs = cut.packs
         # Others (RoBERTa, OPT) begin at another place, or count what is no padding.
         own = ("create_position_ids_from_input_ids", "offset")
         self.counts_from_zero = not any(hasattr(m, n) for m in self.modules() for n in own)
@@ -99,13 +102,14 @@ class Piece(nn.Module):
                 "position, which slices of a sequence do not share (take another, or context=1)"
             )
         width = torch.empty(len(x), context.size * x.shape[1], 1, device=x.device)
+        packs = context.packs and self._packs
         with _without_looking(context.packs):
             return masking_utils.create_masks_for_generate(
                 config,
                 width,
                 None if mask is None else context.whole(mask),
                 None,
-                context.whole(places) if context.packs and places is not None else None,
+                context.whole(places) if packs and places is not None else None,
             )
 
     def _tokens(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -184,14 +188,16 @@ class _Place:
 class Cut:
     """Where a model can be cut. ``blocks`` is the path of their list, and ``first`` and ``last``
     are the paths of the embedding's and of the head's modules. ``is_tuple``: whether a block gives
-    a tuple. ``takes_places``: whether the forward takes ``position_ids``. ``pools``: whether the
-    head gives one output per row, for the last token that is not ``pad``."""
+    a tuple. ``takes_places``: whether the forward takes ``position_ids``, and ``packs``: whether
+    its masks tell documents apart by them. ``pools``: whether the head gives one output per row,
+    for the last token that is not ``pad``."""
 
     blocks: str
     first: tuple[str, ...]
     last: tuple[str, ...]
     is_tuple: bool
     takes_places: bool
+    packs: bool
     pools: bool
     pad: int
 
@@ -242,15 +248,30 @@ def find_cut(model: PreTrainedModel) -> Cut:
         raise _refused(max(runs, key=lambda one: one.blocks_called).refusal)
     both = {*run.before} & {*run.after}  # which have no parameters, so that all layers may run them
     pad = getattr(config.get_text_config(), "pad_token_id", None)
+    takes_places = "position_ids" in inspect.signature(model.forward).parameters
     return Cut(
         blocks=blocks,
         first=tuple(dict.fromkeys(path for path in run.before if path not in both)),
         last=tuple(dict.fromkeys(path for path in run.after if path not in both)),
         is_tuple=run.is_tuple,
-        takes_places="position_ids" in inspect.signature(model.forward).parameters,
+        takes_places=takes_places,
+        packs=takes_places and _tells_documents(model, blocks),
         pools=run.pools,
         pad=0 if pad is None else pad,
     )
+
+
+def _tells_documents(model: PreTrainedModel, blocks: str) -> bool:
+    """Whether a model's masks depend on positions, as most do and OPT's do not."""
+    whole = _on_meta(_replaced(model, {blocks: _Blocks([], {}, 0)})).eval()
+    tokens = torch.ones(_ROWS, _LENGTH, dtype=torch.long, device="meta")
+    with mock.patch.object(masking_utils, _LOOK, return_value=None) as asked:
+        try:
+            with _NoLook(), torch.device("meta"), torch.no_grad():
+                whole(input_ids=tokens, position_ids=tokens, use_cache=False)
+        except Exception:  # whatever a model's code may raise without blocks
+            return True
+    return bool(asked.called)
 
 
 class _Run:
@@ -443,5 +464,5 @@ def _answer_inside(name: str, answer: Callable[..., object]) -> None:
     setattr(masking_utils, name, asked)
 
 
-_answer_inside("find_packed_sequence_indices", _documents)
+_answer_inside(_LOOK, _documents)
 _answer_inside("fast_all", lambda _: False)

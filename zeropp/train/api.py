@@ -91,24 +91,13 @@ def _settings(
     """What was asked for, and what is to be chosen; and what of it must be equal on all ranks."""
     settings, auto = read(keywords, layers, loss_fn)
     check_call(settings, layers, loss_fn)
-    settings = replace(settings, device=device_of(settings.device, settings.mesh))
+    settings = replace(settings, device=device_of(settings.device))
     return (settings, auto), {
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(auto)),
-        "loss_fn": _described(loss_fn),
+        "loss_fn": getattr(loss_fn, "__qualname__", type(loss_fn).__name__),
     }
-
-
-def _described(function: Any) -> str:
-    """A function's name, with the numbers and words that a ``partial`` gives it."""
-    if isinstance(function, partial):
-        given: dict[Any, Any] = {**dict(enumerate(function.args)), **function.keywords}
-        plain = {key: value for key, value in given.items() if isinstance(value, str | float | int)}
-        return f"{_described(function.func)} {plain}"
-    if isinstance(function, nn.Module):
-        return repr(function)
-    return getattr(function, "__qualname__", "a function")
 
 
 def _planned(

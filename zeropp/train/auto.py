@@ -214,7 +214,7 @@ class _Layers:
     def with_knobs(self, knobs: _LayerKnobs) -> Settings:
         """The settings with these knobs."""
         known = {knob.name: getattr(knobs, knob.name) for knob in fields(StepKnobs)}
-        return replace(self._settings, mesh=None, **known)
+        return replace(self._settings, **known)
 
     def _size(self, task: Task, knobs: _LayerKnobs, microbatch_size: int) -> SizedPlan:
         del task, microbatch_size

@@ -38,19 +38,19 @@ from zeropp.engine.update.optimizer import Updater
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of
 from zeropp.engine.walk import Layer, made_layer
 from zeropp.train.api import parallelize
-from zeropp.train.one_process import OneProcess, apart, parameters_of, wide
+from zeropp.train.one_process import OneProcess, apart, distances, parameters_of, wide
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import meet
+from zeropp.types.training import difference
 
 T = TypeVar("T")
-_ENGINES = ("training", "early")  # which modules keep for torch and the engine
 Outputs = dict[int, list[tuple[Tensor, ...]]]  # of layers, by their index, for every microbatch
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
 _FLOOR = 0.02  # a tensor's share of a mean tensor's gradient below which rounding is all of it
 _KEEPS = (
-    "what it keeps from one microbatch to the next, or draws by another generator than torch's, "
-    "depends on which it has seen before"
+    "what it keeps from one microbatch to the next (a parameter that it changes), or draws by "
+    "another generator than torch's, depends on which it has seen before"
 )
 _HOOKS = (
     "a hook or function acts on a gradient, or a hook of the optimizer sees the shards of one "
@@ -85,7 +85,7 @@ def check(
     memory for the whole model: take one with few layers. ``timeout`` is two minutes unless given.
 
     Compared are every layer's outputs, losses, gradients and the updates that the optimizer makes
-    of them, and without data parallelism the buffers and numbers that layers keep.
+    of them, in training and in evaluation.
 
     Raises DifferenceError, the same on all ranks, with the first layer and tensor that differ and
     what is likely to be the cause, and what ``parallelize`` and its model raise.
@@ -161,7 +161,8 @@ class _Comparison:
             self._compare(
                 0,
                 name,
-                apart(one, self._working[name]) / 1e-6,
+                apart(one, self._working[name]),
+                1e-6,
                 "begins with other values",
                 "a function must make the same layer at every call",
             )
@@ -241,7 +242,6 @@ class _Comparison:
         self._compare_gradients(gradients)
         self._raise_first()
         self._compare_update(gradients, trained, torch.isfinite(result.grad_norm))
-        self._compare_kept()
         self._raise_first()
         with torch.no_grad():
             for name, one in self.masters.items():
@@ -252,7 +252,6 @@ class _Comparison:
         evaluate: Callable[..., float] = self._model.eval_step
         ours = self._run(partial(evaluate, **batch.whole))
         self._compare_losses(ours, self._alone.evaluate(batch), "of an evaluation ")
-        self._compare_kept()
         self._raise_first()
 
     def _run(self, work: Callable[[], T]) -> T:
@@ -276,7 +275,7 @@ class _Comparison:
         return done
 
     def _compare_losses(self, ours: Tensor | float, alone: Tensor, of: str = "") -> None:
-        far = apart(torch.tensor(float(ours)), torch.tensor(float(alone))) / self._tolerance
+        far = apart(torch.tensor(float(ours)), torch.tensor(float(alone)))
         cause = (
             "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
@@ -284,7 +283,7 @@ class _Comparison:
             "logits_slices it is a sum over tokens"
         )
         what = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
-        self._compare(2, "loss_fn", far, what, cause)
+        self._compare(2, "loss_fn", far, self._tolerance, what, cause)
 
     def _compare_outputs(self, outputs: Outputs, expected: Outputs) -> None:
         """Compare what a layer has given with what it gives for the microbatch that is nearest."""
@@ -303,7 +302,8 @@ class _Comparison:
                 self._compare(
                     1,
                     f"{index}",
-                    far / self._tolerance,
+                    far,
+                    self._tolerance,
                     "gives another output for a microbatch",
                     self._cause(),
                 )
@@ -336,7 +336,7 @@ class _Comparison:
         trained = {name: one for name, one in self.masters.items() if one.requires_grad}
         own = [wide(one.grad) for one in trained.values() if one.grad is not None]
         norm = math.hypot(*(float(x.norm()) for x in own))
-        if clip := self._settings.clip_norm:
+        if clip := self._settings.clipped_to:
             for one in trained.values():
                 if one.grad is not None:
                     one.grad *= float(clip_factor(torch.tensor(norm), clip))
@@ -349,16 +349,12 @@ class _Comparison:
         }
         norm = math.hypot(*(float(x.norm()) for x in grads.values()))
         typical = norm / max(1, sum(g.numel() for g in grads.values())) ** 0.5
-        for name, expected in grads.items():
-            floor = _FLOOR * typical * expected.numel() ** 0.5 if math.isfinite(norm) else 0.0
-            far = apart(ours[name], expected, floor) if name in ours else math.inf
-            self._compare(
-                3,
-                name,
-                far / self._tolerance,
-                "has another gradient",
-                self._cause(of_gradient=True),
-            )
+        floors = {name: _FLOOR * typical * one.numel() ** 0.5 for name, one in grads.items()}
+        found = distances(ours, grads, floors if math.isfinite(norm) else {})
+        for name in grads:
+            far, _ = found.get(name, (math.inf, 0.0))
+            cause = self._cause(of_gradient=True)
+            self._compare(3, name, far, self._tolerance, "has another gradient", cause)
 
     def _compare_update(
         self, grads: Mapping[str, Tensor], ours: Mapping[str, Tensor], finite: Tensor
@@ -377,41 +373,29 @@ class _Comparison:
             "the optimizer, or its hook, looks at other parameters or at the shards of one rank, "
             "or keeps what depends on them; elementwise= is not so; a layer's forward changes it"
         )
-        for name, one in self.masters.items():
-            expected, eps = wide(one), torch.finfo(torch.float32).eps
-            change, size = float((expected - wide(before[name])).norm()), float(expected.norm())
-            far = float((wide(ours[name]) - expected).norm()) / (
-                _UPDATE * change + 4 * eps * size + 1e-30
-            )
-            self._compare(4, name, far, "is updated otherwise by the same gradient", cause)
+        after, eps = {**self.masters}, torch.finfo(torch.float32).eps
+        floors = {name: 4 * eps / _UPDATE * float(wide(one).norm()) for name, one in after.items()}
+        theirs, expected = (
+            {name: wide(made[name]) - wide(old) for name, old in before.items()}
+            for made in (ours, after)
+        )
+        what = "is updated otherwise by the same gradient"
+        for name, (far, _) in distances(theirs, expected, floors).items():
+            self._compare(4, name, far, _UPDATE, what, cause)
 
-    def _compare_kept(self) -> None:
-        """Compare buffers and numbers that layers keep, where each rank has all rows."""
-        if (layout := self._model.plan.layout).dp * layout.context > 1:
-            return
-        for index, layer in self._model.engine.layers.items():
-            own = _numbers(layer)
-            for name, value in _numbers(self._plain[index]).items():
-                far = apart(own[name], value) if name in own else math.inf
-                self._compare(
-                    5,
-                    f"{index}.{name}",
-                    far / self._tolerance,
-                    "that the layer keeps is another number",
-                    self._cause(),
-                )
-
-    def _compare(self, phase: int, name: str, far: float, what: str, cause: str) -> None:
-        """Note a difference that is larger than what is allowed, 1, or not a number."""
-        if far <= 1.0:
-            self.largest = max(self.largest, far)
+    def _compare(
+        self, phase: int, name: str, far: float, allowed: float, what: str, cause: str
+    ) -> None:
+        """Note a difference that is larger than what is allowed, or not a number."""
+        if far <= allowed:
+            self.largest = max(self.largest, far / allowed)
             return
         layer, _, own = name.partition(".")
         index = int(layer) if layer.isdigit() else 0
         where = f"layers[{index}]: {own and repr(own) + ' '}" if layer.isdigit() else f"{name}: "
         place = -index if phase == 3 else index  # a backward begins with the last layer
-        text = f"check: {where}{what}, in step {self.steps} (likely: {cause})"
-        self._found.append((phase, place, text))
+        said = difference(far, self.steps, allowed)
+        self._found.append((phase, place, f"check: {where}{what}: {said} (likely: {cause})"))
 
     def _raise_first(self) -> None:
         """Raise, on all ranks, what differs first on any."""
@@ -438,14 +422,3 @@ def _outputs(layers: Mapping[int, nn.Module]) -> Iterator[Outputs]:
 def _of_all(own: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The named tensors of all ranks."""
     return {name: one for part in gathered(dict(own)) for name, one in part.items()}
-
-
-def _numbers(layer: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a layer and the numbers that it keeps, by name."""
-    numbers = {
-        f"{path}.{name}".lstrip("."): torch.tensor(value, dtype=torch.float64)
-        for path, part in layer.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES
-    }
-    return {**numbers, **{name: one.detach() for name, one in layer.named_buffers()}}

@@ -69,15 +69,16 @@ class RowsOfSteps(Sampler[list[int]]):
 
 class _Loader(DataLoader[Any]):
     """Its place is that of the ``model``, which goes by steps: raises ValueError after several
-    steps with a batch, or several batches without one (one may be fetched ahead), since a run that
+    steps with a batch, or a batch without one (all may be fetched one ahead), since a run that
     goes on from a checkpoint would leave rows out or see them twice."""
 
     model: ParallelModel
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        begun = self.model.steps_done
+        begun, ahead = self.model.steps_done, 0
         for given, batch in enumerate(super().__iter__()):
-            if not given - 1 <= self.model.steps_done - begun <= given:
+            ahead += given == 1 and self.model.steps_done == begun
+            if self.model.steps_done - begun != given - ahead:
                 raise ValueError(
                     f"loader: {self.model.steps_done - begun} steps were done with {given} "
                     "batches, but its place goes by steps (take resume=False, and keep the place "

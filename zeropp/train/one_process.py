@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from zeropp.engine.layers.values import (
     without_scalars,
 )
 from zeropp.engine.loss import Loss, Microbatches
+
+# How far a step is from that of one process: by name, the L2 norm of the difference, and the size
+# of its part along what was expected, both relative to that; infinite where it is not a number.
+Distances = dict[str, tuple[float, float]]
 
 
 @dataclass
@@ -105,6 +110,20 @@ def parameters_of(layers: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of layers, each once, named ``{layer}.{name}``."""
     named = nn.ModuleList(layers).named_parameters()
     return dict(named)
+
+
+def distances(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    floors: Mapping[str, float] = MappingProxyType({}),
+) -> Distances:
+    """How far each that there is of ``found``, real numbers, is from what was expected."""
+    known: Distances = {}
+    for name, one in found.items():
+        b, far = wide(expected[name]).flatten(), apart(one, expected[name], floors.get(name, 0.0))
+        along = abs(float((wide(one).flatten() - b) @ b)) / (float(b @ b) + 1e-60)
+        known[name] = far, along if far < math.inf else far
+    return known
 
 
 def wide(one: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluator import Outputs
-from zeropp.engine.layers.values import Value
+from zeropp.engine.layers.values import Value, said_of
 from zeropp.engine.loss import Microbatches
 from zeropp.schedule.plan import Plan
 from zeropp.types.training import StepResult
@@ -195,8 +195,7 @@ class ParallelModel:
         """Clip the gradients of all ranks by their global norm, the L2 norm by default, which is
         returned, as FSDP's method of this name does; for a hook of
         ``model.optimizer.register_step_pre_hook``, where the largest norm changes from step to
-        step. Raises RuntimeError outside of an update, and ValueError for a ``norm_type`` (which
-        may be infinite) that is not more than 0."""
+        step. Raises RuntimeError outside of an update. ``norm_type`` may be infinite."""
         return self.engine.update.clip_grad_norm(max_norm, norm_type)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -341,7 +340,7 @@ class ParallelModel:
 
     def _check_targets(self, inputs: Tensor, targets: Tensor) -> None:
         """Let a loss function that can look at the first targets do so."""
-        look = getattr(self.engine.loss.function, "check_targets", None)
+        look = said_of(self.engine.loss.function, "check_targets")
         if look is not None and len(inputs) and not self._has_looked:
             few = self.plan.microbatch_size
             look(inputs[:few], targets[:few])
@@ -366,7 +365,7 @@ class ParallelModel:
                 f"keyword inputs are {sorted(keyword_inputs)}, but parallelize got "
                 f"{sorted(self._keywords)} (sample_keywords)"
             )
-        device, used = self.engine.lanes.device, self.engine.interpreter.reads(keyword_inputs)
+        device = self.engine.lanes.device
         whole = {"inputs": inputs, "targets": targets, **keyword_inputs}
         for name, part in whole.items():
             is_dense = isinstance(part, Tensor) and part.layout is torch.strided
@@ -375,7 +374,7 @@ class ParallelModel:
                     f"{name}: must be a dense tensor with this rank's rows in dimension 0, but is "
                     f"{type(part).__name__} (also on pipeline ranks whose layers do not read it)"
                 )
-            if name in used and part.device != device:
+            if part.device != device:
                 raise ValueError(
                     f"{name}: is on {part.device}, but this rank trains on {device} (move the "
                     f"batch there: .to({str(device)!r}))"

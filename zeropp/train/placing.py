@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine.ranks.collectives import connect_lazily
-from zeropp.engine.ranks.errors import gathered
+from zeropp.engine.ranks.errors import gathered, refusal
 from zeropp.types.layout import InfeasibleError
 
 
@@ -28,46 +27,35 @@ def meet(keywords: Mapping[str, Any]) -> None:
         if asked is not None and torch.device(asked).index is not None:
             torch.cuda.set_device(asked)  # which the collectives that compare arguments may need
     if "nccl" in str(dist.get_backend_config()):  # on all ranks, as it is collective
-        check_own_gpu(on_cuda=on_cuda(asked, keywords.get("mesh")))
+        check_own_gpu(on_cuda=on_cuda(asked))
 
 
-def on_cuda(asked: Any, mesh: Any) -> bool:
+def on_cuda(asked: Any) -> bool:
     """Whether this rank trains on a GPU; the arguments may be wrong still."""
     if asked is not None:
         return str(asked).startswith("cuda")
-    if isinstance(mesh, DeviceMesh):
-        return mesh.device_type == "cuda"
     return "nccl" in str(dist.get_backend_config())
 
 
-def device_of(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+def device_of(asked: torch.device | str | None) -> torch.device:
     """Where this rank trains: as asked, else where its process group's tensors live.
 
     A CUDA device becomes this process's current one, because streams and events are those of the
     current device where none is named. Raises InfeasibleError for a device that is not there.
     """
-    try:
-        device = torch.device(asked or ("cuda" if on_cuda(None, mesh) else "cpu"))
-    except RuntimeError:  # whose message has all of torch's types of devices
-        raise InfeasibleError(f"device={asked!r}: is none of torch's devices (cuda, cpu)") from None
+    way_out = "take cuda or cpu; CUDA_VISIBLE_DEVICES says which GPUs this process sees"
+    with refusal(f"device={asked!r}", way_out):
+        device = torch.device(asked or ("cuda" if on_cuda(None) else "cpu"))
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.set_device(device := torch.device("cuda", index))
     known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
     if device.type not in known:
         raise InfeasibleError(
             f"device={str(device)!r}: the process group has no backend for it, only for "
             f"{' and '.join(known)} (give init_process_group another backend, or take that device)"
         )
-    if device.type == "cpu":
-        return torch.device("cpu")  # tensors on the CPU have no index
-    if device.type == "cuda":
-        if (device.index or 0) >= (count := torch.cuda.device_count()):
-            raise InfeasibleError(
-                f"device={str(device)!r}: this process sees {count} CUDA devices (take a torch "
-                "with CUDA, or look at CUDA_VISIBLE_DEVICES)"
-            )
-        index = torch.cuda.current_device() if device.index is None else device.index
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device  # on a CPU none has an index
 
 
 def check_own_gpu(*, on_cuda: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeropp.engine.layers.values import keywords_of, takes_all
+from zeropp.engine.layers.values import keywords_of, said_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName, Settings
@@ -84,7 +84,9 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
                 f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
                 f"of the sample's {rows} is needed in dimension 0 (expand it)"
             )
-        if _are_offsets(value, settings.sample):
+        tokens = settings.sample.numel(), settings.sample[:1].numel()
+        is_list = value.dim() == 1 and not value.is_floating_point() and not value[0]
+        if is_list and int(value[-1]) in tokens and bool((value.diff() > 0).all()):
             raise InfeasibleError(
                 f"sample_keywords: {name!r} has offsets of packed rows, and every microbatch "
                 "would get a part (give position_ids [rows, length] that begin again with each "
@@ -117,7 +119,7 @@ def check_sizes(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -
 def _check_slices(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any) -> None:
     """Raise InfeasibleError for a loss, or a last layer, that needs all tokens at once."""
     slices, context = settings.logits_slices, settings.layout.context
-    if max(slices, context) > 1 and getattr(loss_fn, "shifts", False):
+    if max(slices, context) > 1 and said_of(loss_fn, "shifts"):
         raise InfeasibleError(
             f"loss_fn: shifts labels, which logits_slices={slices} and context={context} divide "
             "(give targets that are shifted, and a loss that does not shift them)"
@@ -136,21 +138,6 @@ def _check_slices(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any)
             f"logits_slices={slices}: inputs are {tuple(tokens)}, what the last layer gets and "
             f"gives {[tuple(size) for size in passed]}; all must be [rows, tokens, ...]"
         )
-    if sizes[-1].draws:
-        raise InfeasibleError(
-            f"logits_slices={slices}: the last layer draws random numbers, which would differ "
-            "(put its dropout into the layer before)"
-        )
-
-
-def _are_offsets(value: torch.Tensor, sample: torch.Tensor) -> bool:
-    """Whether numbers rise from 0 to the tokens of the sample, or of one of its rows, as the
-    cumulative lengths of packed documents do."""
-    integers = (torch.int32, torch.int64)
-    if type(value) is not torch.Tensor or value.dim() != 1 or value.dtype not in integers:
-        return False
-    ends = sample.numel(), sample[:1].numel()
-    return int(value[0]) == 0 and int(value[-1]) in ends and bool((value.diff() > 0).all())
 
 
 def plan_layers(settings: Settings, sizes: Sequence[LayerSizes], num_ranks: int) -> Planned:

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from zeropp.types.timeline import Span
 
 
+def difference(by: float, step: int, allowed: float) -> str:
+    """What every comparison says that was off ``by`` more than ``allowed``, both relative to what
+    one process gives."""
+    return (
+        f"differs from one process by {by:.1e} in step {step}, relative to its own; allowed "
+        f"{allowed:.1e}"
+    )
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer of a run, the same for every contender. Raises ValueError, in one line, for a

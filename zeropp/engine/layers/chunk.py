@@ -70,29 +70,6 @@ def forked_generators(device: torch.device) -> Iterator[None]:
         np.random.set_state(drawn[1])
 
 
-@dataclass
-class StepSeeds:
-    """The seeds of one rank; ``step`` is the number of steps that are done."""
-
-    seed: int
-    first_microbatch: int
-    device: torch.device
-    step: int = 0
-
-    def set(self, piece: int, microbatch: int) -> None:
-        """Seed torch for one piece of the model and one of this rank's microbatches."""
-        seed_piece(self.seed, self.step, self.first_microbatch + microbatch, piece)
-
-    @contextmanager
-    def drawing(self, step: int) -> Iterator[None]:
-        """Inside this context a step draws its random numbers; afterwards torch's generators are as
-        before. So what else a rank draws (a batch, for example) does not depend on its stages."""
-        self.step = step
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            yield
-
-
 Result = TypeVar("Result")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -191,7 +168,6 @@ class Chunk:
         self._recomputed = {id(block) for block in recomputed}
         save_early(recomputed)
         self._names = names
-        self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}
 
     def forward(

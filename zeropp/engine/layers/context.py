@@ -4,8 +4,8 @@ Ranks of a context group have the same rows, and each a slice of their tokens. L
 by token, except attention: ``scaled_dot_product_attention`` gets all tokens for a part of the
 heads, and gives back all heads for a rank's tokens. While a layer runs, torch's function has a
 stand-in that does so, whoever calls it. What the stand-in does not reach (positions that a layer
-counts itself, other kinds of attention, convolutions) ``zeropp.check`` finds. Attention over
-another number of tokens than the slice's is refused.
+counts itself, other kinds of attention, convolutions, draws but of dropout) ``zeropp.check`` finds.
+Attention over another number of tokens than the slice's is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Context:
         self.size, self.rank, self.group, self.packs = size, rank, group, packs
         self._positions = positions
         self._attention = self._dropout = _none
-        self._tokens, self.drops = 0, False  # of a slice; whether a mask for all tokens is drawn
+        self._tokens = 0  # of a slice
         # One object each, as torch.compile compiles again where it meets others.
         self._stand_ins = torch.compiler.disable(self._attend), self._drop  # type: ignore[no-untyped-call]
 
@@ -145,9 +145,7 @@ class Context:
         # Drawn for all tokens, as one process draws; this takes their memory.
         shape = [*input.shape]
         shape[1] *= self.size
-        self.drops = True
         kept = self._dropout(torch.ones(shape, dtype=input.dtype, device=input.device), p)
-        self.drops = False
         factor = kept.chunk(self.size, 1)[self.rank]
         return input.mul_(factor) if inplace else input * factor
 

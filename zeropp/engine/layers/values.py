@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,11 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(called).parameters
     except ValueError:
         return {}
+
+
+def said_of(function: Any, what: str) -> Any:
+    """What a function, or the one that a ``partial`` is of, says of itself; None if it does not."""
+    return getattr(function.func if isinstance(function, partial) else function, what, None)
 
 
 def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:

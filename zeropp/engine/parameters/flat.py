@@ -81,10 +81,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class FlatParameters:
     """One flat buffer. ``members``: the parameter in each slot, or several that the model ties;
     ``trainable``: whether its parameters have gradients and an optimizer;
-    ``deferred``: whether its gradients come with delayed weight gradients; ``keeps_sums``: whether
-    the memory of gradient sums is used again in the next step. That is for jobs of one rank with
-    one chunk, which hold a step's sums until the next step begins anyway: new memory of that size
-    would cost a CPU a few percent of a step.
+    ``deferred``: whether its gradients come with delayed weight gradients.
 
     ``state`` is that of the parameters. ``unshard`` leads from sharded to gathering, ``wait`` to
     unsharded, and ``reshard`` back; any other way is a RuntimeError. A buffer that is this rank's
@@ -107,12 +104,10 @@ class FlatParameters:
         zero: bool,
         trainable: bool,
         deferred: bool,
-        keeps_sums: bool,
     ) -> None:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
         self.members, self._groups, self._lanes, self._types = members, groups, lanes, types
         self._zero = zero and groups.replicate is not None
-        self._keeps_sums = keeps_sums
         mixed = types.compute != types.master
         self._kept = layout.owned if mixed and self._zero else layout.part
         self.master = self._values(self._kept, types.master)
@@ -297,10 +292,7 @@ class FlatParameters:
         return self._sums if is_alone else self._reduced
 
     def clear_gradients(self) -> None:
-        """Drop all gradients, or make kept ones zero."""
-        if self._keeps_sums and self._sums is not None:
-            self._sums.zero_()
-            return
+        """Drop all gradients."""
         self._sums = self._reduced = None
         for parameter in self.parameters:
             parameter.grad = None

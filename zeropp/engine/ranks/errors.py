@@ -84,11 +84,10 @@ def _compare(fields: Sequence[Mapping[str, str]]) -> None:
     for rank, others in enumerate(fields):
         for name, text in fields[0].items():
             if text != others[name]:
-                other = others[name]
-                pairs = enumerate(zip(text, other, strict=False))
-                at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
-                before = text.rfind("(", 0, at), text.rfind("'", 0, at - 1), at - _SHOWN // 2, 0
-                ours, theirs = (x[max(before) : max(before) + _SHOWN] for x in (text, other))
+                pairs = zip(text, others[name], strict=False)
+                at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(text))
+                begin = max(text.rfind("(", 0, at), text.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)
+                ours, theirs = (x[begin : begin + _SHOWN] for x in (text, others[name]))
                 raise InfeasibleError(
                     f"{name}: ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; "
                     "every rank must call parallelize with equal arguments and layers of equal "

@@ -11,9 +11,9 @@ such a tensor. So the allocator does not need to know the lane's stream.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -25,22 +25,7 @@ REPLICAS = "zeropp replicas"  # the lane of what replicas send each other
 
 def make_lane(device: torch.device, name: str) -> Lane:
     """Make a lane for a device: a stream or a thread."""
-    return _StreamLane(device, name) if device.type == "cuda" else _ThreadLane(device, name)
-
-
-_streams: dict[Lane, Lane] | None = None  # of lanes of a CPU, inside ``streams_on_cpu``
-
-
-@contextmanager
-def streams_on_cpu() -> Iterator[None]:
-    """Inside this context the lanes of a CPU run their work on streams, also those that were made
-    before: something stands in for the streams of ``torch.cuda``."""
-    global _streams
-    before, _streams = _streams, {}
-    try:
-        yield
-    finally:
-        _streams = before
+    return StreamLane(device, name) if device.type == "cuda" else ThreadLane(name)
 
 
 class _StreamTicket:
@@ -54,7 +39,7 @@ class _StreamTicket:
         self._event.wait()
 
 
-class _StreamLane:
+class StreamLane:
     """Runs work in order, overlapping compute."""
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -100,36 +85,26 @@ class _ThreadTicket:
         self._done.result()
 
 
-class _ThreadLane:
-    def __init__(self, device: torch.device, name: str) -> None:
-        self._device = device
-        self._queue: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
+class ThreadLane:
+    """Runs work in order, in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._queue = name, SimpleQueue[_ThreadTicket | None]()
         # A daemon, because a rank that fails must not wait for collectives that its peers never
         # join.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        if _streams is not None:
-            return self._stream(_streams).run(work, after)
-        return self._put(work, after)
-
-    def close(self) -> None:
-        if _streams is not None:
-            self._stream(_streams).close()
-        self._queue.put(None)
-        self._thread.join()
-
-    def _put(self, work: Work, after: Sequence[Ticket]) -> Ticket:
+        """As that of a stream."""
         ticket = _ThreadTicket(work, after)
         self._queue.put(ticket)
         return ticket
 
-    def _stream(self, streams: dict[Lane, Lane]) -> Lane:
-        if self not in streams:
-            self._put(lambda: None, ()).wait()  # what the thread has yet to do comes first
-            streams[self] = _StreamLane(self._device, self._thread.name)
-        return streams[self]
+    def close(self) -> None:
+        """Finish the lane's work and end it."""
+        self._queue.put(None)
+        self._thread.join()
 
     def _serve(self) -> None:
         while (ticket := self._queue.get()) is not None:
@@ -138,7 +113,7 @@ class _ThreadLane:
 
 
 Ticket = _StreamTicket | _ThreadTicket
-Lane = _StreamLane | _ThreadLane
+Lane = StreamLane | ThreadLane
 
 
 @dataclass(frozen=True)

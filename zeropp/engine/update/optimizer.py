@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.private_names import step_hooks
 from zeropp.engine.ranks.errors import ErrorBarrier
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.ranks.lanes import Lanes
@@ -116,9 +117,8 @@ class Updater:
     def is_torchs(self) -> bool:
         """Whether torch's own code alone makes an update."""
         every = [self.optimizer, *(parts := parts_of(self.optimizer))]
-        hooks = [hook for one in every for hook in one._optimizer_step_pre_hooks.values()]
         known = all(type(part).__module__.startswith("torch.optim.") for part in parts)
-        return known and all(hook == self._check_moment for hook in hooks)
+        return known and all(hook == self._check_moment for hook in step_hooks(every))
 
     def described(self) -> str:
         """The optimizer's kind, and the settings of its groups, such as their learning rates, but
@@ -133,11 +133,6 @@ class Updater:
         """Set the learning rates of a step, if there is a schedule."""
         if self.lr_schedule is not None:
             factor = self.lr_schedule(steps_done)
-            if not 0 <= factor < math.inf:
-                raise InfeasibleError(
-                    f"lr_schedule: gives {factor} after {steps_done} steps, but a factor of the "
-                    "learning rate is a number from 0 on"
-                )
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
             self.rates_set = [group["lr"] for group in self.optimizer.param_groups]
@@ -271,7 +266,7 @@ class ParameterUpdate:
             self._scale(clip_factor(result.grad_norm, self.updater.clip_norm))
         finite = torch.isfinite(result.grad_norm)
         watch: AbstractContextManager[None] = nullcontext()
-        if not self.updater.is_torchs:  # not loaded for others
+        if self.world is not None and not self.updater.is_torchs:  # not loaded for others
             from zeropp.engine.update.hooks import refusing_numbers_of_a_rank
 
             shards = (one.tensor for flat in self.flats for one in flat.flat_shards)
@@ -288,8 +283,6 @@ class ParameterUpdate:
                 "clip_grad_norm_: no update is under way (call it in a hook of "
                 "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
             )
-        if not norm_type > 0:
-            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
         from zeropp.engine.update.hooks import allowed
 
         with allowed():
