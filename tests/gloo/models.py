@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 from tests.gloo.layers import (
@@ -340,6 +341,10 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
     ),
     "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found so"),
+    "in DDP": (
+        between(lambda: DistributedDataParallel(linear()), linear),
+        "layers[1]: has a DistributedDataParallel, which adds",
+    ),
     "extra state": (between(Stateful, linear), "layers[1]: has a Stateful, whose extra state no"),
 }
 

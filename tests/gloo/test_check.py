@@ -263,6 +263,8 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         layers[1] = Growing()
     elif kind == "twice":
         layers = [nn.Linear(WIDTH, WIDTH), Slowing(), nn.Linear(WIDTH, WIDTH)]
+    elif kind == "counted":
+        layers = [nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH)]
     elif kind == "named":
         layers[1], loss = Handing(Scaled()), weighted
         named = {"scale": torch.rand(ROWS), "weight": torch.rand(ROWS)}
@@ -321,6 +323,7 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("fading", {"shard": 2}, "loss_fn: the loss is"),
         ("evaluated", {"pp": 2}, "loss_fn: the loss of an evaluation is"),
         ("update", {"shard": 2}, "is updated otherwise by the same gradient"),
+        ("counted", {"pp": 2, "recompute": "full"}, "layers[1]: 'calls' that the layer keeps"),
         ("twice", {"pp": 2, "recompute": "full"}, "or recompute='full' runs its forward a second"),
         ("refused", {"pp": 2}, "ValueError: inputs: needs a gradient"),
         ("norm", {"pp": 2}, "(likely: a hook"),

@@ -386,9 +386,19 @@ def add_parameters(model: ParallelModel, folder: Path) -> None:
     model.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
+def schedule_with(factor: float) -> Callable[[ParallelModel, Path], None]:
+    def run(model: ParallelModel, folder: Path) -> None:
+        model.engine.updater.lr_schedule = lambda step: factor
+        step(model)
+
+    return run
+
+
 NOT_SEEN: list[tuple[Callable[[ParallelModel, Path], None], str]] = [
     (save_in_a_hook, "RuntimeError: save: a step is under way (call it between steps)"),
     (add_parameters, "AttributeError: optimizer.add_param_group: no rank has other parameters"),
+    (schedule_with(-1.0), "InfeasibleError: lr_schedule: gives -1.0 after 0 steps"),
+    (schedule_with(float("nan")), "InfeasibleError: lr_schedule: gives nan after 0 steps"),
 ]
 
 

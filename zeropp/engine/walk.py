@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from zeropp.engine.layers.chunk import forked_generators, seed_piece
 from zeropp.engine.layers.values import (
@@ -336,11 +337,14 @@ def check_layer(module: nn.Module, index: int) -> None:
                 f"layers[{index}]: {name!r} is {type(parameter.data).__name__}, but a plain "
                 "parameter is needed (hand over layers that nothing else has sharded or quantized)"
             )
-    for part in filter(_has_extra_state, module.modules()):
-        raise InfeasibleError(
-            f"layers[{index}]: has a {type(part).__name__}, whose extra state no checkpoint would "
-            "have (keep it in buffers)"
-        )
+    for part in module.modules():
+        wrong = ""
+        if isinstance(part, DistributedDataParallel):
+            wrong = "which adds gradients up a second time (hand over the module inside it)"
+        elif _has_extra_state(part):
+            wrong = "whose extra state no checkpoint would have (keep it in buffers)"
+        if wrong:
+            raise InfeasibleError(f"layers[{index}]: has a {type(part).__name__}, {wrong}")
 
 
 def _refuse_recurrent(module: nn.Module, where: str, recompute: Recompute) -> None:

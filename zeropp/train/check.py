@@ -44,6 +44,7 @@ from zeropp.train.placing import meet
 from zeropp.types.training import difference
 
 T = TypeVar("T")
+_ENGINES = ("training", "early")  # which modules keep for torch and the engine
 Outputs = dict[int, list[tuple[Tensor, ...]]]  # of layers, by their index, for every microbatch
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
@@ -85,7 +86,8 @@ def check(
     memory for the whole model: take one with few layers. ``timeout`` is two minutes unless given.
 
     Compared are every layer's outputs, losses, gradients and the updates that the optimizer makes
-    of them, in training and in evaluation.
+    of them, in training and in evaluation, and without data parallelism the buffers and numbers
+    that layers keep.
 
     Raises DifferenceError, the same on all ranks, with the first layer and tensor that differ and
     what is likely to be the cause, and what ``parallelize`` and its model raise.
@@ -242,6 +244,7 @@ class _Comparison:
         self._compare_gradients(gradients)
         self._raise_first()
         self._compare_update(gradients, trained, torch.isfinite(result.grad_norm))
+        self._compare_kept()
         self._raise_first()
         with torch.no_grad():
             for name, one in self.masters.items():
@@ -252,6 +255,7 @@ class _Comparison:
         evaluate: Callable[..., float] = self._model.eval_step
         ours = self._run(partial(evaluate, **batch.whole))
         self._compare_losses(ours, self._alone.evaluate(batch), "of an evaluation ")
+        self._compare_kept()
         self._raise_first()
 
     def _run(self, work: Callable[[], T]) -> T:
@@ -383,6 +387,18 @@ class _Comparison:
         for name, (far, _) in distances(theirs, expected, floors).items():
             self._compare(4, name, far, _UPDATE, what, cause)
 
+    def _compare_kept(self) -> None:
+        """Compare buffers and numbers that layers keep, where each rank has all rows."""
+        if (layout := self._model.plan.layout).dp * layout.context > 1:
+            return
+        for index, layer in self._model.engine.layers.items():
+            own, expected = _numbers(layer), _numbers(self._plain[index])
+            what = "that the layer keeps is another number"
+            for name, one in expected.items():
+                far = apart(own[name], one) if name in own else math.inf
+                cause = self._cause()
+                self._compare(5, f"{index}.{name}", far, self._tolerance, what, cause)
+
     def _compare(
         self, phase: int, name: str, far: float, allowed: float, what: str, cause: str
     ) -> None:
@@ -422,3 +438,14 @@ def _outputs(layers: Mapping[int, nn.Module]) -> Iterator[Outputs]:
 def _of_all(own: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The named tensors of all ranks."""
     return {name: one for part in gathered(dict(own)) for name, one in part.items()}
+
+
+def _numbers(layer: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a layer and the numbers that it keeps, by name."""
+    numbers = {
+        f"{path}.{name}".lstrip("."): torch.tensor(value, dtype=torch.float64)
+        for path, part in layer.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES
+    }
+    return {**numbers, **{name: one.detach() for name, one in layer.named_buffers()}}

@@ -133,6 +133,8 @@ class Updater:
         """Set the learning rates of a step, if there is a schedule."""
         if self.lr_schedule is not None:
             factor = self.lr_schedule(steps_done)
+            if not 0 <= factor < math.inf:
+                raise InfeasibleError(f"lr_schedule: gives {factor} after {steps_done} steps")
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
             self.rates_set = [group["lr"] for group in self.optimizer.param_groups]
