@@ -148,14 +148,19 @@ def scaling(experiment: str, row: Row) -> dict[str, Any]:
     spec = points_of(experiment)[f"{row['model']} {row['num_gpus']}"]
     shape, gpus = spec.model, spec.num_gpus
     fastest = max(float(row[name] or 0) for name in row if name in PRICED)
-    peak = preset("cluster", row["cluster"], Cluster).device.peak_bf16_tflops
+    cluster = preset("cluster", row["cluster"], Cluster)
+    if (link := row.get("cluster.host.bandwidth_gb_s")) is not None:
+        assert cluster.host is not None
+        host = replace(cluster.host, bandwidth_gb_s=float(link)) if link else None
+        cluster = replace(cluster, host=host)
+    peak = cluster.device.peak_bf16_tflops
     same = {"layers": shape.layers, "hidden": shape.hidden, "num_gpus": gpus}
     same["global_batch"] = spec.global_batch
     runs = published_scaling()
     runs = runs[(runs[[*same]] == [*same.values()]).all(axis=1) & (row["cluster"] == "a100")]
     measured = dict(zip(runs["program"], runs["tflops"], strict=True))
     names = [name for name in row if name.endswith("_2021")]
-    task = replace(spec.task, cluster=preset("cluster", row["cluster"], Cluster))
+    task = replace(spec.task, cluster=cluster)
     again = {name: scaled(task, name, row) for name in PRICED if row.get(f"{name}_setting")}
     return {value: text for found in again.values() for value, text in found.items()} | {
         "parameters_b": f"{parameter_count(shape) / 1e9:.6g}",
@@ -199,6 +204,7 @@ AGAIN: dict[str, Callable[[Row], dict[str, Any]]] = {
     "schedules.csv": schedule,
     "scaling/weak_scaling.csv": partial(scaling, "weak_scaling"),
     "scaling/strong_scaling.csv": partial(scaling, "strong_scaling"),
+    "scaling/host_link.csv": partial(scaling, "host_link"),
 }
 
 
@@ -247,6 +253,7 @@ FIXED = {
     "schedules.csv": 10,
     "scaling/weak_scaling.csv": 1,
     "scaling/strong_scaling.csv": 1,
+    "scaling/host_link.csv": 1,
 }
 
 
@@ -269,6 +276,7 @@ SHOWN = {
     "schedules.csv": 8,
     "scaling/weak_scaling.csv": 0,
     "scaling/strong_scaling.csv": 0,
+    "scaling/host_link.csv": 0,
 }
 
 
