@@ -21,6 +21,10 @@ from typing import Any
 
 from benchmarks.specification import SpecError
 
+# What reads a script's own arguments, or another file that may.
+_TAKES_OWN = re.compile(
+    r"\$\{?[@*#1-9]|\bshift\b|\bgetopts\b|\bfor \w+ *(;|$)|^ *(source|\.) ", re.MULTILINE
+)
 _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.MULTILINE)
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
@@ -82,7 +86,7 @@ def arguments_of_script(
 
     Raises SpecError if it starts none.
     """
-    if own and not re.search(r"\$\{?[@*#1-9]|\bshift\b|\bgetopts\b", text):
+    if own and not _TAKES_OWN.search(text):
         raise SpecError(
             f"{own[0]}: the script takes no arguments of its own (set its variables: TP=4 zeropp "
             "explain ..., or use words such as contender.tp=4)"

@@ -174,7 +174,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     tp = keys.count("--tensor-model-parallel-size", 1)
     pp = keys.count("--pipeline-model-parallel-size", 1)
     ulysses = keys.count("--ds-sequence-parallel-size", 1)  # of Megatron-DeepSpeed
-    cp = keys.count("--context-parallel-size", ulysses)
+    cp = ulysses if ulysses > 1 else keys.count("--context-parallel-size", 1)
     if num_gpus is None:
         raise SpecError("num_gpus: these arguments do not say it (give num_gpus=N)")
     if not stated:

@@ -180,9 +180,9 @@ def search_rows(
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
     ``budget_s`` are seconds of wall time, of which every row gets its share of what is left
     when its search begins; ``tell`` gets each as it comes; ``beside`` is what this process does
-    first while the others search. The one that takes longest has a core
-    of its own, if there are several; of the others, those that take longest begin last. Ctrl-C ends
-    the searches, and gives those that have ended; raised again where there is none."""
+    first while the others search. The one that takes longest has a core of its own, if there are
+    several; of the others, those that take longest begin last. Ctrl-C ends the searches, and gives
+    those that had come; raised again where there is none."""
     spaces = {name: ROWS[name].contender for name in names}
     *others, longest = sorted(spaces, key=lambda name: spaces[name].search_effort)
     cores = min(os.cpu_count() or 1, len(spaces))

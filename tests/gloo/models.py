@@ -341,6 +341,14 @@ REFUSED: dict[str, tuple[list[Kind], str]] = {
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
     ),
     "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found so"),
+    "max_norm": (
+        [lambda: nn.Embedding(7, WIDTH, max_norm=1.0), linear, linear, linear],
+        "layers[0]: its forward changes 'weight', which no rank would keep",
+    ),
+    "scripted": (
+        between(lambda: torch.jit.script(linear()), linear),
+        "layers[1]: has a RecursiveScriptModule, whose param",
+    ),
     "in DDP": (
         between(lambda: DistributedDataParallel(linear()), linear),
         "layers[1]: has a DistributedDataParallel, which adds",

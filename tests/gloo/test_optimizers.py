@@ -322,6 +322,9 @@ def test_replicas_that_drift_apart_are_an_error() -> None:
         "RuntimeError: compare_replicas: after step 4 rank 1 has other parameters than rank 0",
         lambda: step(model),
     )
+    words = "InfeasibleError: compare_replicas=2: no two ranks"
+    refuses(words, lambda: built(compare_replicas=2, replicate=2, replicate_zero=1))
+    refuses(words, lambda: built(compare_replicas=2, shard=2))
 
 
 CPU = torch.device("cpu")

@@ -540,3 +540,13 @@ def test_weights_alone_are_loaded(tmp_path: Path) -> None:
         model.load(plain, weights_only=True)
         again = dict(model.full_parameters())
         assert all(torch.equal(again[name], start[name]) for name in after)
+
+
+@on_ranks(4)
+def test_parts_that_are_cut_as_on_other_ranks_are_refused() -> None:
+    layers: Any = [partial(nn.Linear, WIDTH, 8 * WIDTH, bias=False)]
+    with built(seeded(layers), shard=4) as other:
+        state = copy.deepcopy(other.state_dict())
+    with built(seeded(layers), shard=2, replicate=2) as model:
+        said = error_of(lambda: model.load_state_dict(state))
+        assert "is cut as on another rank" in said, said

@@ -200,10 +200,12 @@ def refused() -> dict[str, str]:
         ),
     }
 
-    def call(kinds: Sequence[Kind]) -> Any:
-        return built(seeded(kinds), sample=data()[0][:MICROBATCH], pp=2)
+    def call(kinds: Sequence[Kind], tokens: bool) -> Any:
+        inputs = torch.arange(MICROBATCH) if tokens else data()[0][:MICROBATCH]
+        return built(seeded(kinds), sample=inputs, pp=2)
 
-    calls |= {name: partial(call, kinds) for name, (kinds, _) in REFUSED.items()}
+    for name, (kinds, _) in REFUSED.items():
+        calls[name] = partial(call, kinds, name == "max_norm")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Casting complex values")
         return {name: error_of(call) for name, call in calls.items()}

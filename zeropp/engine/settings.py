@@ -149,6 +149,9 @@ class Settings(StepKnobs):
             raise InfeasibleError(
                 "sample: must be a tensor of inputs, with at least one row in dimension 0"
             )
+        for name, value in self.sample_keywords.items():
+            if not isinstance(value, Tensor):
+                raise InfeasibleError(f"sample_keywords: {name!r} must be a tensor [rows, ...]")
         if self.tied is not None:
             first, second = sorted(self.tied)
             object.__setattr__(self, "tied", (first, second))
@@ -248,6 +251,12 @@ def read(
             near = [f" (did you mean {one!r}?)" for one in get_close_matches(name, known, 1)]
             raise TypeError(f"parallelize: unexpected keyword argument {name!r}{''.join(near)}")
     settings = Settings(**{name: value for name, value in own.items() if value} | given)
+    copies = 1 if settings.layout.replicate_zero else settings.layout.replicate
+    if settings.compare_replicas and copies == 1 and settings.replicate != "auto":
+        raise InfeasibleError(
+            f"compare_replicas={settings.compare_replicas}: no two ranks make the same updates "
+            "(leave it out, or take replicate > 1 with replicate_zero=0)"
+        )
     if settings.plan is not None:
         for name, value in _decided_by(settings.plan).items():
             if name in keywords and keywords[name] != value:

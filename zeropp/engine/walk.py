@@ -224,7 +224,7 @@ def _walk(
             )
         function = partial(module, **chosen(keywords, names))
         with refused(f"{where}: cannot be called with the output of the layer before"):
-            watch = OperationWatch(elsewhere, where)
+            watch = OperationWatch(elsewhere, where, module)
             record = recorder(module) if recorder else None
             watches = [watch, record.recording()] if record else [watch]
             value, saved_bytes = _forward(function, _leaves_of(value), module, watches, hooks)
@@ -258,12 +258,15 @@ def _named(module: nn.Module, value: Value, keywords: Mapping[str, Tensor]) -> f
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators inside of it that read one of ``owners``, which are parameters of other
-    layers than ``reader``, as no rank would add up their gradients. ``draws``: whether any of them
-    took numbers of torch's default generators."""
+    layers than ``reader``, as no rank would add up their gradients; and those that write to a
+    parameter of the ``reader`` itself, as the masters would never see it. ``draws``: whether any of
+    them took numbers of torch's default generators."""
 
-    def __init__(self, owners: Owners, reader: str) -> None:
+    def __init__(self, owners: Owners, reader: str, module: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owners, self._reader, self.draws = owners, reader, False
+        self._module = nn.Module() if module is None else module
+        self._held = self._storages()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -276,8 +279,31 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{self._reader}: reads {owner.name!r} of layers[{owner.layer}], which only "
                     "that layer may (pass it on as an output, or put the two into one layer)"
                 )
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor):
+                self._check_written(value.untyped_storage())
         self.draws = self.draws or _draws(function, args, kwargs or {})
         return function(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        """Look also for parameters that have other memory than before."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if error[0] is None:
+            now = self._storages()
+            for name, storage in self._held.items():
+                if now.get(name) is not storage:
+                    self._check_written(storage)
+
+    def _check_written(self, written: torch.UntypedStorage) -> None:
+        for name, storage in self._held.items():
+            if storage is written:  # torch keeps one object of it, whatever the view
+                raise InfeasibleError(
+                    f"{self._reader}: its forward changes {name!r}, which no rank would keep "
+                    "(compute with the changed value, or normalise what the layer gives)"
+                )
+
+    def _storages(self) -> dict[str, torch.UntypedStorage]:
+        return {n: one.untyped_storage() for n, one in self._module.named_parameters()}
 
 
 def _draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -328,19 +354,23 @@ def _leaves_of(given: Value) -> list[Tensor]:
 
 
 def check_layer(module: nn.Module, index: int) -> None:
-    """Raise InfeasibleError for a layer with a parameter that is made of other tensors, or with
-    state that no checkpoint would have."""
+    """Raise InfeasibleError for a layer that could not be trained rightly: with a parameter that is
+    not plain, with state that no checkpoint would have, or that something else trains."""
     for name, parameter in module.named_parameters():
         is_made_of_others = is_traceable_wrapper_subclass(parameter)
-        if is_made_of_others:
+        if is_made_of_others or parameter.is_inference():
+            kind = type(parameter.data).__name__ if is_made_of_others else "an inference tensor"
             raise InfeasibleError(
-                f"layers[{index}]: {name!r} is {type(parameter.data).__name__}, but a plain "
-                "parameter is needed (hand over layers that nothing else has sharded or quantized)"
+                f"layers[{index}]: {name!r} is {kind}, but a plain parameter is needed (hand over "
+                "layers that nothing else has sharded or quantized, made outside of "
+                "torch.inference_mode)"
             )
     for part in module.modules():
         wrong = ""
         if isinstance(part, DistributedDataParallel):
             wrong = "which adds gradients up a second time (hand over the module inside it)"
+        elif isinstance(part, torch.jit.ScriptModule):
+            wrong = "whose parameters nothing can share out (hand over what it was made from)"
         elif _has_extra_state(part):
             wrong = "whose extra state no checkpoint would have (keep it in buffers)"
         if wrong:

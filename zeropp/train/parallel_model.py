@@ -195,7 +195,8 @@ class ParallelModel:
         """Clip the gradients of all ranks by their global norm, the L2 norm by default, which is
         returned, as FSDP's method of this name does; for a hook of
         ``model.optimizer.register_step_pre_hook``, where the largest norm changes from step to
-        step. Raises RuntimeError outside of an update. ``norm_type`` may be infinite."""
+        step. Raises RuntimeError outside of an update, and ValueError for a ``norm_type`` (which
+        may be infinite) that is not more than 0."""
         return self.engine.update.clip_grad_norm(max_norm, norm_type)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

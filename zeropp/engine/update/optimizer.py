@@ -285,6 +285,8 @@ class ParameterUpdate:
                 "clip_grad_norm_: no update is under way (call it in a hook of "
                 "model.optimizer.register_step_pre_hook, or give parallelize clip_norm=)"
             )
+        if not norm_type > 0:
+            raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
         from zeropp.engine.update.hooks import allowed
 
         with allowed():
