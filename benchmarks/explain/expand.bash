@@ -6,6 +6,7 @@ exec 9>&1 >/dev/null
 ulimit -t 5 -f 10240 -v 2000000
 enable -n kill history fc suspend
 set -o functrace
+trap wait EXIT  # for what was sent to the background
 
 command_not_found_handle() {
     local words=("$@")
