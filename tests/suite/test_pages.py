@@ -133,7 +133,7 @@ _SHORT = {
     "questions.md": 650,
     "replay.md": 600,
     "report.md": 610,
-    "scaling.md": 300,
+    "scaling.md": 315,
     "schedules.md": 540,
     "simulator.md": 1_520,
     "slurm.md": 710,
