@@ -317,9 +317,10 @@ def least_compute_s(plan: SizedPlan, passes: Sequence[tuple[float, float, float]
         begin.setdefault(rank, (arrive, back))
         work[rank] += m * (forward + input_ + weight)
         weights[rank] += m * weight if split else 0.0
+        turn = input_ if split else input_ + weight
         arrive += forward
-        back += input_ if split else input_ + weight
-    worst = 0.0
+        back += turn
+    worst = arrive + back + (m - 1) * (forward + turn)
     for rank, (to, fro) in begin.items():
         rank_s = work[rank] if steps_overlap else to + work[rank]
         worst = max(worst, rank_s, to + work[rank] - weights[rank] + fro)
@@ -344,7 +345,11 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
     latency = Latency.of(plan, slowed)
     ends = [_Ends.of(plan, price, rank) for rank in ranks]
     last = ends[plan.schedule.stage_rank[0]]
-    worst = 0.0
+    # The last stage turns all microbatches, the first of which has come through all stages, and
+    # the last of which goes back through them.
+    turned = plan.num_microbatches * (slowed.stages[-1].forward + latency.backward[-1])
+    worst = latency.to[-1] + turned + latency.back[-1] + latency.weight[0]
+    worst += last.reduced_s + last.updated_s
     for rank, (end, work) in enumerate(zip(ends, works, strict=True)):
         stages = plan.schedule.stages_of(rank)
         first = stages[0]
@@ -355,8 +360,10 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
         # All but a rank's last two chunks, whose microbatches may turn before they are stored.
         stored = sum(slowed.stages[s].store for s in stages[:-2]) * plan.num_microbatches
         worst = max(worst, stored, _sent_s(plan, price, latency, stages, start))
-        forwards, backwards = _phases(plan, slowed, latency, stages)
-        work_s = work.seconds + _waits_s(plan, forwards, backwards, any_unit)
+        work_s, phases = work.seconds, None
+        if plan.offloaded_stages or (plan.activation_cap and not any_unit):
+            phases = _phases(plan, slowed, latency, stages)
+            work_s += _waits_s(plan, *phases, any_unit)
         rank_s = work_s + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:
@@ -366,9 +373,7 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
         if plan.activation_cap:
             busy = _held_s(plan, latency, stages)
             capped = _capped_s(plan, slowed, latency, stages)
-            in_turn = 0.0
-            if not any_unit:
-                in_turn = _in_turn_s(plan, latency, stages, forwards, backwards)
+            in_turn = _in_turn_s(plan, latency, stages, *phases) if phases and not any_unit else 0.0
             worst = max(worst, max(busy, capped, in_turn) + last.updated_s)
     return worst * (1.0 - _ROUNDING)
 

@@ -25,7 +25,7 @@ _FEW = 32  # a plan that does not fit offloads more by one part in so many
 
 def offloads_some(asked: K, candidate: Candidate[K]) -> bool:
     """Whether a candidate offloads blocks whose number was not ``asked`` for."""
-    return getattr(asked, "offload_blocks", None) == "auto" and _blocks(candidate) > 0
+    return getattr(asked, "offload_blocks", None) == "auto" and blocks_of(candidate) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Offloading(Generic[K]):
         return self._known[candidate]
 
     def _fewest(self, candidate: Candidate[K]) -> Sized[K]:
-        few, enough = 1, _blocks(candidate)
+        few, enough = 1, blocks_of(candidate)
         best = self.sized(candidate, enough)
         if (under := self._over(best)) > 0:
             return best
@@ -67,10 +67,17 @@ class Offloading(Generic[K]):
                 few, over = middle, bytes_
         return best
 
-    def more(self, candidate: Candidate[K], plan: SizedPlan) -> Sized[K] | None:
-        """A candidate that does not fit after all, with a few more blocks; None if it has all."""
-        blocks = _blocks(candidate)
-        sized = self.sized(candidate, blocks + 1 + blocks // _FEW)
+    def more(
+        self, candidate: Candidate[K], plan: SizedPlan, held: StepBytes, over: int
+    ) -> Sized[K] | None:
+        """A candidate that does not fit after all, by ``over`` bytes if that is known, with a few
+        more blocks; None if it has all."""
+        blocks = blocks_of(candidate)
+        few = 1 + blocks // _FEW
+        if plan.layout.pp == 1 and not plan.activation_cap:  # one microbatch is held at a time
+            sent = zip(held.memory, plan.offloaded_per_stage, strict=True)
+            few = max(few, over // max(of.sent // count for of, count in sent if count))
+        sized = self.sized(candidate, blocks + few)
         return sized if sized[1].offloaded_per_stage != plan.offloaded_per_stage else None
 
     def _over(self, sized: Sized[K]) -> int:
@@ -79,5 +86,6 @@ class Offloading(Generic[K]):
         return 0 if held == TOO_MANY else held - self.task.limit_bytes
 
 
-def _blocks(candidate: Candidate[K]) -> int:
+def blocks_of(candidate: Candidate[K]) -> int:
+    """The number of blocks that a candidate offloads."""
     return cast("int", cast("Any", candidate.knobs).offload_blocks)

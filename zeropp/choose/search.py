@@ -48,7 +48,7 @@ from zeropp.choose.bounds import (
 )
 from zeropp.choose.budget import Budget
 from zeropp.choose.contender import Contender
-from zeropp.choose.offloading import Offloading, offloads_some
+from zeropp.choose.offloading import Offloading, blocks_of, offloads_some
 from zeropp.choose.outcome import Evaluated, Outcome
 from zeropp.choose.space import (
     SearchPoint,
@@ -114,14 +114,13 @@ class Family(Generic[K]):
         if plan is None:
             yield from search.follow(self.alike)
             return
-        members = iter(self.members or search.that_may_fit(self, plan))
-        first = next(members, None)
-        if first is None:
-            return
-        members = chain((first,), members)
         if (bound_s := search.bound_keeping_all(plan)) > self.bound_s:
-            yield replace(self, bound_s=bound_s, plan=plan, members=members)
-        else:
+            yield replace(self, bound_s=bound_s, plan=plan)
+            return
+        members = search.that_may_fit(self, plan)
+        first = next(members, None)
+        if first is not None:
+            members = chain((first,), members)
             plan = search.offloading_least(self, plan)
             times = search.contender.prices.times(plan, search.task.cluster)
             yield Priced(
@@ -161,7 +160,7 @@ class Priced(Family[K]):
     members: Iterable[tuple[Candidate[K], SizedPlan, StepBytes]]
 
     def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
-        """The members."""
+        """The members, each with the bound of its unit."""
         prices, cluster = search.contender.prices, search.task.cluster
         durations = {(adds_later(self.plan), self.plan.offloaded): self.times}
         for candidate, plan, held in self.members:
@@ -169,28 +168,54 @@ class Priced(Family[K]):
             if key not in durations:
                 durations[key] = prices.times(plan, cluster)
             price = PlanPrice(**vars(durations[key]), **vars(held))
-            member = Member(
+            yield Member(
                 bound_s=max(self.bound_s, least_step_s(plan, price)),
-                number=self.number,
+                number=next(search.numbers),
                 asked=self.asked,
                 candidate=candidate,
                 alike=self.alike,
                 plan=plan,
-                forwards=plan.num_microbatches * plan.schedule.num_stages,
                 turn=self.turn,
                 price=price,
             )
-            caps = [search.steps.capped(plan, price)]
-            if plan.offloaded_stages and caps[0]:
-                caps.append(search.steps.with_least_cap(plan))
-            for capped in dict.fromkeys(caps):
-                own = replace(member, number=next(search.numbers))
-                yield from search.with_cap(own, capped)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Member(Family[K]):
-    """A member of a family that may fit into memory, with its price."""
+    """A member of a family, with its price. Of one that offloads, the price is that of the fewest
+    blocks that any member of the family has."""
+
+    plan: SizedPlan
+    price: PlanPrice
+
+    def opened(self, search: _Search[K]) -> Iterable[Family[K]]:
+        """The member with the fewest offloaded blocks and with the caps to try, if it may fit."""
+        candidate, plan, price = self.candidate, self.plan, self.price
+        if offloads_some(self.asked, candidate):
+            candidate, plan, held = search.offloading.fewest(candidate)
+            times = search.contender.prices.times(plan, search.task.cluster)
+            price = PlanPrice(**vars(times), **vars(held))
+        capped = Capped(
+            bound_s=max(self.bound_s, least_step_s(plan, price)),
+            number=self.number,
+            asked=self.asked,
+            candidate=candidate,
+            alike=self.alike,
+            plan=plan,
+            forwards=plan.num_microbatches * plan.schedule.num_stages,
+            turn=self.turn,
+            price=price,
+        )
+        caps = [search.steps.capped(plan, price)]
+        if plan.offloaded_stages and caps[0]:
+            caps.append(search.steps.with_least_cap(plan))
+        for cap in dict.fromkeys(caps):
+            yield from search.with_cap(replace(capped, number=next(search.numbers)), cap)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Capped(Family[K]):
+    """A member that may fit into memory, with its offloaded blocks, activation cap and price."""
 
     plan: SizedPlan
     price: PlanPrice
@@ -296,7 +321,7 @@ class _Search(Generic[K]):
         rest = self._drain(self._roots(self._asked, microbatch_size), tolerance, budget)
         if rest:
             self.outcome.is_complete = False
-            told = (e for e in rest if isinstance(e, Member) and e.is_told)
+            told = (e for e in rest if isinstance(e, Capped) and e.is_told)
             for entry in sorted(told, key=lambda e: e.place)[:_SETTLED]:
                 if entry.bound_s < self.outcome.to_beat(runner_up=False):
                     self.evaluate(entry)
@@ -549,30 +574,37 @@ class _Search(Generic[K]):
         cheaper to find than durations, and where memory is scarce most families have no such
         member; where it is not, the first one fits usually. The first has the fewest activations:
         if these alone are too many, no family fits that is alike."""
-        of_sums: dict[bool, StepBytes] = {}
-        own = entry.candidate.knobs
+        own, of_sums = entry.candidate.knobs, dict[bool, StepBytes]()
+        is_first, fewest = True, 0  # offloaded blocks, with which the first member fits
         for knobs in self.contender.space.members(entry.asked, own, family):
             is_family = knobs is own
             candidate = entry.candidate if is_family else replace(entry.candidate, knobs=knobs)
-            plan = family if is_family else self.sized(candidate)
+            asked = replace(cast("Any", knobs), offload_blocks=fewest) if fewest else knobs
+            plan = family if is_family else self.sized(replace(candidate, knobs=asked))
             if plan is None:
                 continue
-            later, is_first = adds_later(plan), not of_sums
-            if later not in of_sums:
-                of_sums[later] = self.contender.prices.memory(plan, self.task.cluster)
-            held = of_sums[later]
-            if offloads_some(entry.asked, candidate):
-                candidate, plan, held = self.offloading.fewest(candidate)
+            if fewest:  # others have no fewer; whether they fit is asked where they may win
+                yield candidate, plan, self.contender.prices.memory(plan, self.task.cluster)
+                continue
+            offloads, later = offloads_some(entry.asked, candidate), adds_later(plan)
+            if offloads:
+                found, plan, held = self.offloading.fewest(candidate)
+            else:
+                if later not in of_sums:
+                    of_sums[later] = self.contender.prices.memory(plan, self.task.cluster)
+                held = of_sums[later]
             if least_bytes(self.steps.with_least_cap(plan), held) <= self._limit:
                 yield candidate, plan, held
-                continue
-            self.outcome.rejected[OOM] += 1
-            if is_first and least_of_family(plan, held) > self._limit:
-                # Of narrower questions the first member is not that of the fewest activations.
-                if entry.asked is self._asked and entry.alike not in self._may_fit:
-                    fits = least_of_alike(plan, held) <= self._limit
-                    (self._may_fit if fits else self._too_many_activations).add(entry.alike)
-                return
+                fewest = blocks_of(found) if offloads and is_first else 0
+            else:
+                self.outcome.rejected[OOM] += 1
+                if is_first and least_of_family(plan, held) > self._limit:
+                    # Of narrower questions the first member is not that of the fewest activations.
+                    if entry.asked is self._asked and entry.alike not in self._may_fit:
+                        fits = least_of_alike(plan, held) <= self._limit
+                        (self._may_fit if fits else self._too_many_activations).add(entry.alike)
+                    return
+            is_first = False
 
     def offloading_least(self, entry: Family[K], family: SizedPlan) -> SizedPlan:
         """The family's plan, with the fewest offloaded blocks that any member may have."""
@@ -583,11 +615,12 @@ class _Search(Generic[K]):
         blocks = cast("Any", first.knobs).offload_blocks
         return self.offloading.sized(entry.candidate, blocks)[1]
 
-    def offloading_more(self, entry: Member[K]) -> Iterator[Member[K]]:
-        """A member that does not fit, with more offloaded blocks, if their number is open."""
+    def offloading_more(self, entry: Capped[K], over: int = 0) -> Iterator[Capped[K]]:
+        """A member that does not fit, by ``over`` bytes if that is known, with more offloaded
+        blocks, if their number is open."""
         if not offloads_some(entry.asked, entry.candidate):
             return
-        if more := self.offloading.more(entry.candidate, entry.plan):
+        if more := self.offloading.more(entry.candidate, entry.plan, entry.price, over):
             candidate, plan, held = more
             times = self.contender.prices.times(plan, self.task.cluster)
             price = PlanPrice(**vars(times), **vars(held))
@@ -595,7 +628,7 @@ class _Search(Generic[K]):
             bound_s = least_step_s(plan, price)
             yield replace(entry, **new, bound_s=bound_s, is_begun=False, is_told=False)
 
-    def begun(self, entry: Member[K]) -> Iterable[Member[K]]:
+    def begun(self, entry: Capped[K]) -> Iterable[Capped[K]]:
         """The entry with the largest activation cap with which the beginning of a step fits, which
         is that of all that are alike and hold as much."""
         plan, memory = entry.plan, entry.price.memory
@@ -607,13 +640,13 @@ class _Search(Generic[K]):
         capped = None if cap is None else replace(plan, activation_cap=cap)
         yield from self.with_cap(replace(entry, is_begun=True), capped)
 
-    def told(self, entry: Member[K]) -> Iterable[Member[K]]:
+    def told(self, entry: Capped[K]) -> Iterable[Capped[K]]:
         """The entry with a cap that fits and, of a long step, the time that shorter ones tell."""
         plan, told_s = self.steps.told(entry.plan, entry.price) or (None, 0.0)
         bound_s = max(entry.bound_s, told_s)
         yield from self.with_cap(replace(entry, bound_s=bound_s, is_told=True), plan)
 
-    def with_cap(self, entry: Member[K], plan: SizedPlan | None) -> Iterator[Member[K]]:
+    def with_cap(self, entry: Capped[K], plan: SizedPlan | None) -> Iterator[Capped[K]]:
         """The entry with the cap of its ``plan``; none without a plan."""
         if plan is None:
             self.outcome.rejected[OOM] += 1
@@ -625,32 +658,32 @@ class _Search(Generic[K]):
             bound_s = max(entry.bound_s, least_step_s(plan, entry.price))
             yield replace(entry, candidate=candidate, plan=plan, bound_s=bound_s)
 
-    def evaluate(self, entry: Member[K]) -> Iterable[Family[K]]:
+    def evaluate(self, entry: Capped[K]) -> Iterable[Family[K]]:
         """Simulate a member; its fastest order that fits on all ranks counts. What replaces it."""
         outcome = self.outcome
         if entry.plan in self._evaluated_plans:
             return ()
         self._evaluated_plans.add(entry.plan)
         slowest_s = outcome.slowest(self._wants_runner_up)
-        found, too_large = self._evaluated(entry.candidate, entry.plan, entry.price, slowest_s)
+        found, over = self._evaluated(entry.candidate, entry.plan, entry.price, slowest_s)
         outcome.simulated += 1
         before = outcome.winner
         if found:
             outcome.offer(found)
         elif slowest_s == inf:
             outcome.rejected[OOM] += 1
-        more = self.offloading_more(entry) if too_large else ()
+        more = self.offloading_more(entry, over) if over else ()
         return self.follow(entry.alike) if outcome.winner is not before else more
 
     def _evaluated(
         self, candidate: Candidate[K], plan: SizedPlan, price: PlanPrice, slowest_s: float
-    ) -> tuple[Evaluated[K] | None, bool]:
+    ) -> tuple[Evaluated[K] | None, int]:
         """A candidate with the cap with which it fits, None if it takes ``slowest_s`` or more; and
-        whether it takes less, but more memory than there is."""
-        best, too_large = self.steps.fastest(plan, price, slowest_s)
+        by how many bytes an order that takes less does not fit."""
+        best, over = self.steps.fastest(plan, price, slowest_s)
         if best is None:
-            return None, too_large
+            return None, over
         knobs = candidate.knobs
         if best.plan.activation_cap != plan.activation_cap:
             knobs = replace(knobs, activation_cap=best.plan.activation_cap)
-        return Evaluated(replace(candidate, knobs=knobs), best), False
+        return Evaluated(replace(candidate, knobs=knobs), best), over

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from zeropp.choose.bounds import exceeds, largest_cap, least_of_order_s, order_peak
 from zeropp.choose.contender import Contender
@@ -85,7 +85,7 @@ class Steps:
             )
             told = []
             for result, *orders in zip(results, less, more, strict=False):
-                if not result:
+                if not isinstance(result, SimResult):
                     continue
                 shorter, longer = (
                     simulate_within(order.complete(), price, inf) for order in orders
@@ -102,27 +102,28 @@ class Steps:
 
     def fastest(
         self, plan: SizedPlan, price: PlanPrice, slowest_s: float
-    ) -> tuple[SimResult | None, bool]:
+    ) -> tuple[SimResult | None, int]:
         """The step in its fastest order that fits on all ranks, None if none takes less than
-        ``slowest_s``; and whether an order that does take less is too large."""
-        best, too_large = None, False
+        ``slowest_s``; and by how many bytes one that does take less does not fit, 0 if none."""
+        best, over = None, 0
         for _, results in self._tried(plan, price, slowest_s):
-            too_large |= False in results
+            excesses = [result for result in results if isinstance(result, int)]
+            over = min([over, *excesses] if over else excesses, default=0)
             for result in results:
-                if result and result.step_s < slowest_s:
+                if isinstance(result, SimResult) and result.step_s < slowest_s:
                     best, slowest_s = result, result.step_s
-        return best, too_large
+        return best, over
 
     def _tried(
         self, plan: SizedPlan, price: PlanPrice, slowest_s: float
-    ) -> Iterator[tuple[SizedPlan, list[SimResult | Literal[False] | None]]]:
+    ) -> Iterator[tuple[SizedPlan, list[SimResult | int | None]]]:
         """The plan with its cap, and with lower ones as long as some order does not fit, each with
         the simulated step of every order; None for one that takes ``slowest_s`` or the time of
-        another, False for one that does not fit."""
+        another; for one that does not fit, the bytes by which it does not."""
         lower: SizedPlan | None = plan
         while lower is not None:
             plan, lower = lower, None
-            results: list[SimResult | Literal[False] | None] = []
+            results: list[SimResult | int | None] = []
             too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self.limit_bytes)
             actions = 0  # of the first rank
             for draft in self.contender.orders(plan, price.stages, too_large):
@@ -135,7 +136,7 @@ class Steps:
                 if order and made < actions:  # the beginning of one too large
                     peak, rank = order_peak(order, plan, price, {0, order.num_ranks - 1})
                     lower = lower or self._lower(plan, order, price, rank, peak)
-                    results[-1] = False
+                    results[-1] = peak - self.limit_bytes
                     continue
                 # Most orders that win nothing are told sooner by their time than by their bytes.
                 whole = draft.complete()
@@ -144,7 +145,7 @@ class Steps:
                     continue
                 if full := self._fullest(whole, price):
                     lower = lower or self._lower(plan, whole.schedule, price, *full)
-                    results[-1] = False
+                    results[-1] = full[1] - self.limit_bytes
                     continue
                 results[-1] = result
                 if slowest_s < inf:

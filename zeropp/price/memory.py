@@ -224,24 +224,34 @@ def zero1_ranks(layout: Layout, program: Program) -> int:
 
 
 def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
-    """Bytes of one stage on one of its ranks."""
+    """Bytes of one stage on one of its ranks, whatever its plan offloads."""
     head = plan.shape.num_pieces - 1 in plan.pieces_of(stage)
     message, buffers = _messages(plan, work, stage)
     repeated = plan.recomputed_per_stage[stage]
     plain = plan.blocks[stage] - repeated
     return StageMemory(
         buffers=int(buffers),
-        **_of_microbatch(
-            work,
-            plain=plain,
-            repeated=repeated,
-            sent=plan.offloaded_per_stage[stage],
-            offloads=plan.offloads,
-            head=head,
-            message=message,
-        ),
+        sent=0,
+        **_of_microbatch(work, plain=plain, repeated=repeated, head=head, message=message),
         **state_memory(plan, work, stage),
     )
+
+
+def offloaded_bytes(plan: SizedPlan, work: Work) -> list[int]:
+    """Per stage, the bytes of one microbatch that wait in the host's memory."""
+    again, once = _leaves(work, plan.offloads)
+    stages = zip(plan.offloaded_per_stage, plan.recomputed_per_stage, strict=True)
+    return [
+        int(min(sent, repeated) * again + max(0, sent - repeated) * once)
+        for sent, repeated in stages
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _leaves(work: Work, offloads: Offloaded) -> tuple[float, float]:
+    """What a block sends that is recomputed, and one that is not."""
+    leaves = block_kept if offloads == "all" else attention_saved
+    return leaves(work), leaves(replace(work, recompute="none"))
 
 
 @lru_cache(maxsize=16384)
@@ -250,14 +260,12 @@ def _of_microbatch(
     *,
     plain: int,
     repeated: int,
-    sent: int,
-    offloads: Offloaded,
     head: bool,
     message: float,
 ) -> dict[str, int]:
     """The bytes of one microbatch in a stage of ``repeated`` blocks that are recomputed and
-    ``plain`` ones behind them that are not (the first ``sent`` are offloaded), by the
-    fields of StageMemory; ``message`` is what it holds for messages. Many plans have such stages.
+    ``plain`` ones behind them that are not, by the fields of StageMemory; ``message`` is what it
+    holds for messages. Many plans have such stages.
 
     A backward goes through the blocks from the last one to the first: blocks that it has not
     reached still keep their tensors, and those that it has passed keep what their weight gradients
@@ -276,8 +284,6 @@ def _of_microbatch(
         for each in (work, once)
     }
     blocks = repeated * [bytes_of[work]] + plain * [bytes_of[once]]
-    leaves = block_kept if offloads == "all" else attention_saved
-    first = [*repeated * [work], *plain * [once]][:sent]
     output = boundary_bytes(work) * (work.program.torch_stages and not head)
     activations = sum(kept for kept, *_ in blocks) + head * head_kept(work) + output + message
     later = sum(deferred for _, deferred, *_ in blocks) + head * head_deferred(work)
@@ -296,7 +302,6 @@ def _of_microbatch(
         split = max(split, later - blocks[0][1] + blocks[0][2])
     return {
         "activations": int(activations),
-        "sent": int(sum(map(leaves, first))),
         "deferred": int(later),
         "joined": int(joined_bytes(work)),
         "boundary": int(boundary_bytes(work)),

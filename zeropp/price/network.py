@@ -69,7 +69,7 @@ def _group(cluster: Cluster, size: int, local: int, node: int) -> Group:
 
 def gather_s(cluster: Cluster, group: Group, total: float) -> float:
     """Seconds of an all-gather to, or a reduce-scatter of, ``total`` bytes per rank."""
-    return waits_s(cluster, group) + _moved(group, total)
+    return waits_s(cluster, group) + moved_s(group, total)
 
 
 def all_to_all_s(cluster: Cluster, group: Group, total: float) -> float:
@@ -88,7 +88,7 @@ def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
     if group.size == 1:
         return 0.0
     gain = cluster.reduction_gain if group.nodes == 1 else 1.0
-    return all_reduce_waits_s(cluster, group) + 2 * _moved(group, total) / gain
+    return all_reduce_waits_s(cluster, group) + 2 * moved_s(group, total) / gain
 
 
 def all_reduce_waits_s(cluster: Cluster, group: Group) -> float:
@@ -150,5 +150,6 @@ def hops_s(cluster: Cluster, group: Group) -> float:
     return (inside + (group.nodes - 1) * cluster.inter.hop_us) * 1e-6
 
 
-def _moved(group: Group, total: float) -> float:
+def moved_s(group: Group, total: float) -> float:
+    """Seconds in which an all-gather or reduce-scatter of ``total`` bytes per rank moves them."""
     return (group.size - 1) / group.size * total / group.rate

@@ -27,7 +27,7 @@ from zeropp.price.communication import (
 )
 from zeropp.price.compute_limit import compute_limit
 from zeropp.price.kernels import element_bytes
-from zeropp.price.memory import shares_ends, stage_memory
+from zeropp.price.memory import offloaded_bytes, shares_ends, stage_memory
 from zeropp.price.network import crosses_nodes, gather_s, group_of, transfer_s
 from zeropp.price.pieces import (
     PASS_LAUNCHES,
@@ -42,7 +42,7 @@ from zeropp.price.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.price.programs import Program, program_of
 from zeropp.schedule.cuts import spread_blocks
 from zeropp.schedule.plan import SizedPlan
-from zeropp.schedule.program import StageCost
+from zeropp.schedule.program import ScheduleSizes, StageCost
 from zeropp.types.frozen import replace
 from zeropp.types.layout import Layout
 
@@ -107,9 +107,9 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
     network_share = 0.0
     if plan.offloaded_stages:
         network_share, rate = host_network_share(plan.layout, cluster), host_of(cluster).rate
+        sent = offloaded_bytes(plan, work)
         for s, (cost, extras) in first.items():
-            sent_s = stage_memory(plan, work, s).sent / rate
-            first[s] = replace(cost, store=sent_s, load=sent_s), extras
+            first[s] = replace(cost, store=sent[s] / rate, load=sent[s] / rate), extras
     costs = [first[s][0] for s in like]
     parameters = {s: stage_parameters(plan, s) for s in first}
     world = plan.layout.world
@@ -145,6 +145,27 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
 
 def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepBytes:
     """The bytes of a plan's stages; ``program`` as in ``price_plan``."""
+    order = plan.schedule
+    sizes = ScheduleSizes(
+        name=order.name,
+        num_microbatches=order.num_microbatches,
+        unit=1,
+        stage_rank=order.stage_rank,
+    )
+    alike = replace(plan, schedule=sizes, activation_cap=0, offloaded=())
+    held = _bytes_of_alike(alike, cluster, program)
+    if not plan.offloaded_stages:
+        return held
+    sent = offloaded_bytes(plan, work_of(plan, cluster, program))
+    each = {(id(of), n): (of, n) for of, n in zip(held.memory, sent, strict=True)}
+    new = {key: replace(of, sent=n) for key, (of, n) in each.items()}
+    memory = tuple(new[id(of), n] for of, n in zip(held.memory, sent, strict=True))
+    return replace(held, memory=memory, host_limit=host_limit(plan, cluster))
+
+
+@lru_cache(maxsize=4096)
+def _bytes_of_alike(plan: SizedPlan, cluster: Cluster, program: Program | None) -> StepBytes:
+    """The bytes of all plans that differ in order, unit, cap and offloaded blocks alone."""
     work = work_of(plan, cluster, program)
     program = work.program
     like = equally_priced(plan, cluster)
@@ -157,7 +178,6 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
         keeps_sent=program.keeps_sent,
         resident_gradients=program.resident_gradients,
         flat_chunks=program.flat_chunks,
-        host_limit=host_limit(plan, cluster),
     )
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from zeropp.price.cluster import Cluster
 from zeropp.price.kernels import element_bytes, stream_s
-from zeropp.price.network import Group, gather_s, group, group_of, waits_s
+from zeropp.price.network import Group, gather_s, group, group_of, moved_s, waits_s
 from zeropp.price.pieces import Work
 from zeropp.price.programs import sent_bytes
 from zeropp.schedule.plan import SizedPlan
@@ -69,8 +69,12 @@ class _Microbatch:
 
     def __post_init__(self) -> None:
         layout, program = self.plan.layout, self.work.program
-        self.shard_group = group_of(self.cluster, layout, *layout.shard_axes)
-        self.near_group = group(self.cluster, program.zero_hpz_partition_size, 1, layout.world)
+        shards = group_of(self.cluster, layout, *layout.shard_axes)
+        near = group(self.cluster, program.zero_hpz_partition_size, 1, layout.world)
+        # Groups of ranks, with what their collectives wait.
+        self.shard_group, self.near_group = (
+            (among, waits_s(self.cluster, among)) for among in (shards, near)
+        )
         self.state = program.state(self.plan.precision)
         self.element, self.sent = element_bytes(self.plan.precision), sent_bytes(self.plan, program)
 
@@ -97,12 +101,13 @@ class _Microbatch:
         copied_s = stream_s(self.work.device, 2 * moved, len(tensors)) if len(tensors) > 1 else 0.0
         return self.network + copied_s
 
-    def send(self, moved: float, issued: float, among: Group) -> None:
+    def send(self, moved: float, issued: float, among: tuple[Group, float]) -> None:
         """Gather or reduce-scatter this many bytes."""
-        seconds = gather_s(self.cluster, among, moved)
+        group, waits = among
+        seconds = waits + moved_s(group, moved)
         self.network = max(self.network, issued) + seconds
         self.busy += seconds
-        self.moving += seconds - waits_s(self.cluster, among)
+        self.moving += seconds - waits
 
     def add(self, gradient: float) -> None:
         """A gradient is there: it is copied into the bucket if it fits in, and else cast."""
@@ -174,12 +179,15 @@ def _gathers(
 ) -> Iterator[_Gather]:
     """The gathers of a pass, for the tensors that are ``wanted`` (by default, all) and do not stay
     gathered. ``first``: the first one is gathered when it is needed, and so alone."""
-    before, group = 0.0, None
+    before, group, size = 0.0, None, 0.0
+    persistent, most = work.program.persistent, work.program.gathered_together
     for index, elements in enumerate(used):
-        if elements > work.program.persistent and (not wanted or wanted[index]):
-            group = group or _Gather(index, before, [])
+        if elements > persistent and (not wanted or wanted[index]):
+            if group is None:
+                group, size = _Gather(index, before, []), 0.0
             group.tensors.append(elements)
-            if sum(group.tensors) >= work.program.gathered_together or (first and not index):
+            size += elements
+            if size >= most or (first and not index):
                 yield group
                 group = None
         before += elements

@@ -181,7 +181,7 @@ class SizedPlan:
         what is done for them is, too."""
         return _spread(self.schedule.stage_rank, self.blocks, count)
 
-    @property
+    @cached_property
     def offloaded_stages(self) -> tuple[int, ...]:
         """The stages that have such blocks."""
         return tuple(s for s, count in enumerate(self.offloaded_per_stage) if count)
@@ -196,7 +196,7 @@ class SizedPlan:
         """The two pieces that share a parameter, in their order; empty if none is shared."""
         return (0, self.shape.num_pieces - 1) if self.shape.tied_embeddings else self.tied_pieces
 
-    @property
+    @cached_property
     def tied_stages(self) -> tuple[int, ...]:
         """The two stages that each have a copy of the parameter that two pieces share; empty if
         none is shared, or if a single stage has it."""
