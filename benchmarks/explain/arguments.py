@@ -29,8 +29,9 @@ _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
 _FILTERS = ("cut", "tr")  # they print, and do nothing else; tail may wait for ever
-# A restricted bash keeps ENV for itself, which scripts use as a name of their own.
-_ENV = re.compile(r"(?<![\w./-])ENV(?==)|(?<=\$)ENV\b|(?<=\$\{)ENV\b")
+# A restricted bash keeps ENV for itself, which scripts use as a name of their own. What it reads is
+# a copy; the script's own place is in BASH_SOURCE_ (expand.bash).
+_KEPT = re.compile(r"(?<![\w./-])ENV(?==)|(?:(?<=\$)|(?<=\$\{))(?:ENV|BASH_SOURCE)\b")
 _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
@@ -179,7 +180,8 @@ def _expanded(
         alone = []
     with tempfile.TemporaryDirectory() as place:
         script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
-        script.write_text(_ENV.sub("ENV_", text), encoding="utf-8")
+        text = "BASH_ARGV0=$BASH_SOURCE_; " + _KEPT.sub(r"\g<0>_", text)
+        script.write_text(text, encoding="utf-8")
         variables = {**variables, "ENV_": os.environ.get("ENV", "")}
         found = Path(place, "commands")
         found.mkdir()

@@ -390,12 +390,22 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
         ("ENV=$1\nif [ x$ENV = x ]; then N=2; fi\npython a.py --num-layers $N", {}),
         ("N=2\nD=/x/ENV/y.ENV\nif [ $D = /x/ENV/y.ENV ]; then python a.py --num-layers $N; fi", {}),
         ("source ./sizes.sh\nf() { python a.py \"$@\" | tee log; }\nf --num-layers $SIZE", {}),
+        ('HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\n'
+         '[ -f "$HERE/sizes.sh" ] && source "$HERE/sizes.sh"\npython a.py --num-layers $SIZE', {}),
+        ('ROOT="$(cd -- "$(dirname -- "$(realpath "$0")")/../of" &>/dev/null && pwd)"\n'
+         '. "$ROOT/../of/next.sh"\npython a.py --num-layers $SIZE', {}),
+        ('cd "${BASH_SOURCE%/*}/.."\nsource of/next.sh\npython a.py --num-layers $SIZE', {}),
+        ('for f in "$(dirname "$0")"/s*.sh; do . $f; done\npython a.py --num-layers $SIZE', {}),
+        ('if [ "$(basename "$0" .sh)" = script ]; then N=2; fi\npython a.py --num-layers $N', {}),
     ],
 )  # fmt: skip
 def test_bash_expands_what_a_run_would_get(
     script: str, wanted: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "sizes.sh").write_text("SIZE=2", encoding="utf-8")
+    (tmp_path.parent / "of").mkdir(exist_ok=True)
+    beside = f'. "$(dirname "${{BASH_SOURCE[0]}}")/../{tmp_path.name}/sizes.sh"'
+    (tmp_path.parent / "of/next.sh").write_text(beside, encoding="utf-8")
     assert arguments_of_script(script, tmp_path)[0] == (wanted or {"--num-layers": "2"})
 
 
