@@ -5,6 +5,7 @@ trained, and the files that stand beside it: DeepSpeed's JSON and Accelerate's Y
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
@@ -149,6 +150,7 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
 _EAGER_TRAFFIC = program_named("huggingface_fsdp").traffic_factor
 _DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
+_DEEPSPEED_STEP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STAGE3 = {  # keys of ZeRO-3's gathers, by the contender's names
     "stage3_prefetch_bucket_size": "prefetch_bucket_size",
     "stage3_max_live_parameters": "live_parameters",
@@ -209,8 +211,10 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     # Values that are "auto" are filled in by Hugging Face's Trainer, so they say nothing here.
     said = flat(tree)
     keys = Keys({key: value for key, value in said.items() if value != "auto"})
-    stage = keys.number("zero_optimization.stage", 0) or 0
-    degrees = {key: keys.number(key, 1) or 1 for key in _DEEPSPEED_DEGREES}
+    stage = keys.number("zero_optimization.stage", least=0) or 0
+    if stage > 3:
+        raise SpecError(f"zero_optimization.stage={stage}: must be 0, 1, 2 or 3")
+    degrees = {key: keys.number(key, least=0) or 1 for key in _DEEPSPEED_DEGREES}
     tp, pp = degrees.values()
     context = keys.count("sequence_parallel_size", 1)  # of Ulysses
     replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "context": context})
@@ -243,12 +247,21 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         reading.knobs["recompute"] = "full"
     else:
         _without_recomputation(reading)
-    size, batch = keys.number("train_micro_batch_size_per_gpu"), keys.number("train_batch_size")
-    steps = keys.number("gradient_accumulation_steps", 1) or 1
-    if size is not None and batch is None:
-        batch, reading.batch_per_replica = size * steps * replicate, size * steps
-    elif size is None and batch is not None:
-        size = batch // (steps * replicate)
+    batch = keys.number("train_batch_size", least=1)
+    given = {key: number for key in _DEEPSPEED_STEP if (number := keys.number(key, least=1))}
+    size, whole = given.get(_DEEPSPEED_STEP[0]), prod(given.values()) * replicate
+    if batch and (batch % whole or (len(given) == 2 and batch != whole)):
+        numbers = "".join(f"{key}={number} x " for key, number in given.items())
+        raise SpecError(
+            f"train_batch_size={batch}: is not {numbers}{replicate} data-parallel ranks"
+            f"{' x N' * (len(given) < 2)}, so DeepSpeed refuses it (take one of these keys out, or "
+            "give the file's own num_gpus)"
+        )
+    if said.get(_DEEPSPEED_STEP[1]) != "auto":
+        if batch is None and size:
+            batch, reading.batch_per_replica = whole, whole // replicate
+        elif size is None and batch:
+            size = batch // whole
     settings = {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
     reading.settings |= {key: value for key, value in settings.items() if value}
     reading.settings["precision"] = own

@@ -204,7 +204,7 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     ]
     for key, example in (("cluster", "h100"), ("num_gpus", "64"), ("global_batch", "512")):
         if settings.get(key) is None:
-            raise SpecError(f"{key}: the file does not say it (give {key}={example})")
+            raise SpecError(f"{key}: the file does not say it, or says auto (give {key}={example})")
     if name not in PRICED:
         raise SpecError(f"contender={name!r}: must be among {', '.join(PRICED)}")
     pads = reading.pads if own and reading.pads is not None else 128 * (name in _PADDING)

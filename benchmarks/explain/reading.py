@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from benchmarks.specification import SpecError
@@ -76,13 +76,19 @@ class Keys:
             )
         return value
 
-    def number(self, key: str, default: int | None = None) -> int | None:
-        """The same as a whole number; raises SpecError for another value."""
-        value = self.given(key, default)
+    def number(self, key: str, default: int | None = None, least: float = -inf) -> int | None:
+        """The same as a whole number of at least ``least``; raises SpecError for another value."""
+        if (value := self.given(key, default)) is None:
+            return None
         try:
-            return None if value is None else int(value)
-        except (TypeError, ValueError):
-            raise SpecError(f"{key}={value!r}: must be a whole number") from None
+            number = int(value)
+            fits = number >= least and number == float(value)
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+        if not fits:
+            must = "" if least == -inf else f" of at least {least}"
+            raise SpecError(f"{key}={value!r}: must be a whole number{must}")
+        return number
 
     def names(self, key: str, default: Iterable[str] = ()) -> list[str]:
         """The same as a list of names, which may be one text with commas between them."""
@@ -92,13 +98,10 @@ class Keys:
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1, such as a size or a degree; raises SpecError where it is
         none, and where it is missing and has no ``default``."""
-        number = self.number(key)
-        number = default if number is None else number
-        if number is None:
+        number = self.number(key, least=1)
+        if number is None and default is None:
             raise SpecError(f"{key}: missing; it has no default")
-        if number < 1:
-            raise SpecError(f"{key}={number}: must be at least 1")
-        return number
+        return number or default
 
     def sort_rest(
         self, reading: Reading, neutral: Mapping[str, tuple[Any, str]], harmless: Iterable[str]

@@ -512,6 +512,33 @@ def test_precision_that_the_file_leaves_to_the_script(
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('gpu": 1', 'gpu": 0', "train_micro_batch_size_per_gpu=0: must be a .* of at least 1"),
+        ('gpu": 1', 'gpu": -2', "train_micro_batch_size_per_gpu=-2: must be a .* of at least 1"),
+        ('gpu": 1', 'gpu": "${MBS}"', "gpu='.{MBS}': must be a whole number of at least 1"),
+        ('gpu": 1', 'gpu": 1.5', "train_micro_batch_size_per_gpu=1.5: must be a whole number"),
+        ('gpu": 1', 'gpu": null', "global_batch: the file does not say it, or says auto .give"),
+        ('steps": 4', 'steps": "auto"', "global_batch: the file does not say it, or says auto"),
+        ('steps": 4', 'steps": 0', "gradient_accumulation_steps=0: must be"),
+        ('steps": 4', 'steps": 4, "train_batch_size": 128', "train_batch_size=128: is not .*=1 x "
+         "gradient_accumulation_steps=4 x 16 data-parallel ranks, so"),
+        ('gpu": 1, "gradient_accumulation_steps": 4', 'gpu": 3, "train_batch_size": 64',
+         "train_batch_size=64: is not train_micro_.*=3 x 16 data-parallel ranks x N, so"),
+        ('"stage": 2', '"stage": 4', "zero_optimization.stage=4: must be 0, 1, 2 or 3"),
+        ('"stage": 2', '"stage": -1', "zero_optimization.stage=-1: must be"),
+    ],
+)  # fmt: skip
+def test_numbers_that_deepspeed_cannot_have_are_refused(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    assert old in DEEPSPEED
+    with pytest.raises(SpecError, match=said) as refused:
+        beside_llama(tmp_path, "d.json", DEEPSPEED.replace(old, new), "num_gpus=16")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ((DEGREES, DEGREES.replace("dp_shard", "tp")), "tp_size=2: no price .* contender.tp=2"),
