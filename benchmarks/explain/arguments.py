@@ -152,14 +152,16 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
             has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
             if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
                 continue
-            names, found = [""], re.search(rf"{flag}[ =]+[\"']?\${_VARIABLE}", text)
-            while found and found[1] not in names:
-                names.append(found[1])
-                found = re.search(rf"\b{found[1]}=[\"']?\${_VARIABLE}", text)
-            name = names[-1]
+            name, found = "", re.search(rf"{flag}[ =]+[\"']?(\${_VARIABLE})", text)
+            values = list[str]()
+            while found and found[2] != name:
+                name = found[2]
+                values = re.findall(rf"\b{name}=[\"']?(.*)", text)
+                found = re.match(rf"(\${_VARIABLE})", values[0]) if len(values) == 1 else None
+            way = f", or set it: {name}=2 zeropp explain ..., and arguments behind --"
             raise SpecError(
-                f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N, "
-                f"or set it: {name or 'NAME'}=2 zeropp explain ..., and arguments behind --)"
+                f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N"
+                f"{'' if values and not found else way})"
             )
 
 
@@ -180,8 +182,7 @@ def _expanded(
         alone = []
     with tempfile.TemporaryDirectory() as place:
         script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
-        text = "BASH_ARGV0=$BASH_SOURCE_; " + _KEPT.sub(r"\g<0>_", text)
-        script.write_text(text, encoding="utf-8")
+        script.write_text(_KEPT.sub(r"\g<0>_", text), encoding="utf-8")
         variables = {**variables, "ENV_": os.environ.get("ENV", "")}
         found = Path(place, "commands")
         found.mkdir()
@@ -205,11 +206,10 @@ def _expanded(
                     f"bash has not ended after {_LIMIT_S} s: the script waits for something; give "
                     "the arguments after --"
                 ) from None
-        lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+        faults = re.findall(r": (line \d+: .*)", said.read_text(encoding="utf-8", errors="replace"))
         commands = told.read_bytes().decode("utf-8", "replace").split("\0\1\0")
     words = [[word for word in command.split("\0") if word] for command in commands]
-    complaint = lines[-1].replace(f"{script}: ", "") if lines else ""
-    return [command for command in words if command], complaint
+    return [command for command in words if command], (faults or [""])[-1]
 
 
 def _sizes(lines: Iterable[str]) -> dict[str, int]:

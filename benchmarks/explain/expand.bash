@@ -6,7 +6,7 @@ exec 9>&1 >/dev/null
 ulimit -t 5 -f 10240 -v 2000000
 enable -n kill history fc suspend
 _folder=$PWD  # that of the script
-BASH_SOURCE_=$PWD/script.sh  # bash keeps the other name for itself
+BASH_SOURCE_=$PWD/script.sh  # bash has a copy of it
 set -o functrace
 trap wait EXIT  # for what was sent to the background
 
@@ -69,6 +69,7 @@ dirname() {
 # Before each command: without what a restricted shell refuses, which is files for output, names
 # with a slash, and some variables; and without `set -e`, which would end at a skipped command.
 _expanded() {
+    BASH_ARGV0=$_folder/script.sh
     local file='[ ][0-9]*(&?>>?|>\|)[ ]?[^ &][^ ]*((([ ][0-9]*[<>]&[0-9-]+))*)$'
     local value="(\"[^\"]*\"|'[^']*'|[^ \"'(]*)"
     local path="^(([A-Za-z_0-9]+=$value )*)(\"[^\"]*/[^\"]*\"|[^] \"'=([]*/[^ =(]*)( .*)?$"

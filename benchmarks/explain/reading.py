@@ -77,17 +77,17 @@ class Keys:
         return value
 
     def number(self, key: str, default: int | None = None, least: float = -inf) -> int | None:
-        """The same as a whole number of at least ``least``; raises SpecError for another value."""
+        """The same as a whole number; raises SpecError for another, or one below ``least``."""
         if (value := self.given(key, default)) is None:
             return None
         try:
             number = int(value)
-            fits = number >= least and number == float(value)
+            if number != float(value):
+                raise ValueError
         except (TypeError, ValueError, OverflowError):
-            fits = False
-        if not fits:
-            must = "" if least == -inf else f" of at least {least}"
-            raise SpecError(f"{key}={value!r}: must be a whole number{must}")
+            raise SpecError(f"{key}={value!r}: must be a whole number") from None
+        if number < least:
+            raise SpecError(f"{key}={number}: must be at least {least}")
         return number
 
     def names(self, key: str, default: Iterable[str] = ()) -> list[str]:
