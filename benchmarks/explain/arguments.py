@@ -39,7 +39,9 @@ _AGAINST = {  # what a log says, and the flag that switches it off
 _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 # Names of Megatron's programs that train no decoder-only model, or train nothing.
-_OTHER_PROGRAM = re.compile(r"bert|_t5|retro|_vlm|generat|infer|quantiz|convert|server|eval")
+_OTHER_PROGRAM = re.compile(
+    r"bert|_t5|retro|vlm|video|sora|generat|infer|quantiz|convert|server|eval"
+)
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
 _COUNTS = "nnodes num_nodes nodes nproc_per_node num_gpus gpus_per_node num_processes gpus ntasks"

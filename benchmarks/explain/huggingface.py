@@ -67,6 +67,8 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "attention_bias": (False, "biases are not priced"),
     "use_mrope": (False, "positions of several dimensions are not priced"),
     "mlp_bias": (False, "biases are not priced"),
+    "attention_out_bias": (False, "biases are not priced"),
+    "residual_dropout": (0.0, "dropout is not priced"),
     "sliding_window": (None, "attention is priced over the whole sequence"),
     "attn_logit_softcapping": (None, "the cap of attention's logits is not priced"),
     "final_logit_softcapping": (None, "the cap of the head's logits is not priced"),
@@ -151,11 +153,14 @@ _EAGER_TRAFFIC = program_named("huggingface_fsdp").traffic_factor
 _DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
 _DEEPSPEED_STEP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_STAGE3 = {  # keys of ZeRO-3's gathers, by the contender's names
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_max_live_parameters": "live_parameters",
-    "stage3_param_persistence_threshold": "param_persistence_threshold",
-    "zero_hpz_partition_size": "zero_hpz_partition_size",
+_BUCKET = "zero_optimization.reduce_bucket_size"
+_STAGE3 = {  # keys of ZeRO-3's gathers: the contender's names, and DeepSpeed's defaults
+    "zero_optimization.stage3_prefetch_bucket_size": ("prefetch_bucket_size", 50_000_000),
+    "zero_optimization.stage3_param_persistence_threshold": (
+        *("param_persistence_threshold", 100_000),
+    ),
+    "zero_optimization.stage3_max_live_parameters": ("live_parameters", 1_000_000_000),
+    "zero_optimization.zero_hpz_partition_size": ("zero_hpz_partition_size", 1),
 }
 _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.offload_optimizer.device": ("none", "no price for the host's memory"),
@@ -163,6 +168,7 @@ _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
+    "optimizer.type": (("Adam", "AdamW"), "priced with Adam's states"),
     "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
     "pipeline.partition": ("parameters", "priced with stages of equal cost"),
 }
@@ -208,8 +214,12 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     line, for what has no price."""
     if num_gpus is None:
         raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
-    # Values that are "auto" are filled in by Hugging Face's Trainer, so they say nothing here.
-    said = flat(tree)
+    # Values that are "auto" are filled in by Hugging Face's Trainer: sizes of buckets by the model,
+    # all others by its arguments, so they say nothing here.
+    said, hidden = flat(tree), reading.model["hidden"]
+    by_model = (hidden**2, int(0.9 * hidden**2), 10 * hidden)
+    filled = dict(zip((_BUCKET, *_STAGE3), by_model, strict=False))
+    said |= {key: size for key, size in filled.items() if said.get(key) == "auto"}
     keys = Keys({key: value for key, value in said.items() if value != "auto"})
     stage = keys.number("zero_optimization.stage", least=0) or 0
     if stage > 3:
@@ -226,21 +236,24 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
             raise SpecError(f"{others[0]}: no price with ZeRO-3 (use 1)")
         reading.contender, reading.free = "deepspeed_zero3", "shard"
-        gathers = {knob: keys.number(f"zero_optimization.{name}") for name, knob in _STAGE3.items()}
-        if not 0 < (gathers["zero_hpz_partition_size"] or 0) < num_gpus:
-            del gathers["zero_hpz_partition_size"]  # a second copy over all ranks is the first one
-        reading.knobs = {"shard": replicate, "context": context}
+        reading.knobs = {"shard": replicate, "context": context, "allgather_sequential": False}
+        reading.knobs |= {
+            knob: keys.number(key, default, least=0) for key, (knob, default) in _STAGE3.items()
+        }
+        if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
+            reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
     elif context > 1:
         raise SpecError(f"sequence_parallel_size={context}: no price without ZeRO-3 (use 1)")
     else:
-        reading.contender, reading.free, gathers = "deepspeed", "replicate", {}
+        reading.contender, reading.free = "deepspeed", "replicate"
+        as_one = keys.take("zero_optimization.use_multi_rank_bucket_allreduce", True)
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
+        reading.knobs["use_multi_rank_bucket_allreduce"] = bool(as_one)
     reading.knobs["compile"] = bool(keys.take("compile.deepcompile", False))
     # DeepSpeed adds and sends in the type of the model.
     reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
     reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
-    gathers["reduce_bucket_size"] = keys.number("zero_optimization.reduce_bucket_size") or None
-    reading.knobs |= {knob: value for knob, value in gathers.items() if value is not None}
+    reading.knobs["reduce_bucket_size"] = keys.number(_BUCKET, least=0) or 500_000_000
     reading.traits |= {"eager": reading.code, "traffic_factor": _EAGER_TRAFFIC}
     # ``PipelineModule`` recomputes runs of this length; 0: none.
     if keys.number("pipeline.activation_checkpoint_interval", 0):
@@ -275,8 +288,9 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     keys = Keys(flat(tree))
     if (kind := keys.take("distributed_type")) != "FSDP":
         raise SpecError(
-            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, or "
-            "Megatron-LM's arguments after --)"
+            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, Megatron-LM's "
+            "arguments after --, or for plain data parallelism the config.json alone with "
+            "contender=fsdp contender.shard=1)"
         )
     strategies = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
     strategy = str(keys.take("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))

@@ -47,7 +47,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--no-bias-dropout-fusion": (None, "dropout is priced as one kernel"),
     "--no-bias-gelu-fusion": (None, "GELU is priced as one kernel"),
     "--optimizer": ("adam", "priced with Adam's states"),
-    "--main-grads-dtype": ("fp32", "other bytes per parameter"),
     "--decoder-first-pipeline-num-layers": (None, "priced with equal stages"),
     "--decoder-last-pipeline-num-layers": (None, "priced with equal stages"),
     "--account-for-embedding-in-pipeline-split": (None, "priced with stages of equal cost"),
@@ -317,7 +316,8 @@ def _traits(keys: Keys, reading: Reading) -> None:
         "dropout_masks": reading.model["dropout"] > 0,
     }
     keys.take("--accumulate-allreduce-grads-in-fp32")
-    if keys.take("--grad-reduce-in-bf16"):
+    main = str(keys.take("--main-grads-dtype"))  # a log has torch.bfloat16
+    if keys.take("--grad-reduce-in-bf16") or main.endswith("16"):
         reading.traits |= {"bf16.gradients": 2, "bf16.reduced": 2}
 
 

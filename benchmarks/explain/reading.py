@@ -78,13 +78,11 @@ class Keys:
 
     def number(self, key: str, default: int | None = None, least: float = -inf) -> int | None:
         """The same as a whole number; raises SpecError for another, or one below ``least``."""
-        if (value := self.given(key, default)) is None:
-            return None
+        if (value := self.given(key)) is None:
+            return default
         try:
-            number = int(value)
-            if number != float(value):
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
+            number = int(str(value).removesuffix(".0"))
+        except ValueError:
             raise SpecError(f"{key}={value!r}: must be a whole number") from None
         if number < least:
             raise SpecError(f"{key}={number}: must be at least {least}")
@@ -108,7 +106,8 @@ class Keys:
     ) -> None:
         """Say of every key that is left whether it changes a price.
 
-        ``neutral`` has the value with which a key changes nothing, and what it changes otherwise;
+        ``neutral`` has the value with which a key changes nothing, or a tuple of such values, and
+        what it changes otherwise;
         ``harmless`` are beginnings of keys that change nothing with any value, as null does for
         any key. All others are named as unknown.
         """
@@ -116,7 +115,8 @@ class Keys:
         for key, value in self._left.items():
             nothing, why = neutral.get(key, (None, ""))
             setting = key if value is True else f"{key}={value}"
-            if value is None or (value == nothing if why else key.startswith(beginnings)):
+            values = nothing if isinstance(nothing, tuple) else (nothing,)
+            if value is None or (value in values if why else key.startswith(beginnings)):
                 reading.harmless.append(setting)
             else:
                 reading.named.append(f"{setting}: {why or UNKNOWN}")

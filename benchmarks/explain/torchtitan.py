@@ -56,6 +56,7 @@ _OLD = re.compile(
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "model.norm_type": ("rmsnorm", "priced as RMSNorm"),
+    "optimizer.name": (("Adam", "AdamW"), "priced with Adam's states"),
     "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
     "optimizer.early_step_in_backward": (False, "no gradients are kept"),
     "training.enable_cpu_offload": (False, "no price for the host's memory"),
@@ -195,7 +196,7 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
-    plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
+    plain = re.sub(r"_(flex|varlen)(_\w+)?$", "", flavor)
     if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
         raise SpecError(
             f"model.name={name!r}, model.flavor={flavor!r}: no price for mixtures of experts"

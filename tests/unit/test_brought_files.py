@@ -484,10 +484,10 @@ def test_memory_is_said_in_gib_with_its_error_and_the_kind_that_decides(tmp_path
     for size, verdict, kind in ((1, "It fits", "activations"), (4, "Too much", "activations")):
         found = answer(asked(tmp_path, files, *words, f"microbatch_size={size}"))
         said, peak = memory_text(found.asked, found.question.task), found.asked.peak_bytes / 2**30
-        assert said.startswith(f"{verdict}: pipeline rank 0 allocates {peak:.1f} of 76.0 GiB, ")
+        assert said.startswith(f"{verdict}: every rank allocates {peak:.1f} of 76.0 GiB, ")
         most = max(vars(found.asked.result.memory[0]).values()) / 2**30
         assert f" GiB, {most:.1f} of them {kind}." in said
-        assert f"here {1.19 * peak:.1f}; torch reserves about {peak / 0.85:.1f}" in said
+        assert f"here {1.19 * peak:.1f} GiB; torch reserves about {peak / 0.85:.1f} GiB" in said
         assert "num_alloc_retries" not in said
     gib = f"cluster.device.memory_gib={4 + 1.1 * peak:.0f}"  # of 4 the context has
     near = answer(asked(tmp_path, files, *words, "microbatch_size=4", gib))

@@ -480,9 +480,40 @@ def test_trainers_around_a_model_of_hugging_face(
     assert not any("made_up=None" in line for line in asked.reading.named)  # null: not set
 
 
-@pytest.mark.parametrize(("ranks", "read"), [(8, 8), (16, "auto"), (32, "auto"), (0, "auto")])
+def test_sizes_that_deepspeeds_file_leaves_open_are_its_defaults_or_the_trainers(
+    tmp_path: Path,
+) -> None:
+    """They were searched, and the best of them called the file's own plan."""
+    stage_3 = DEEPSPEED.replace("2}", "3}")
+    sizes = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
+    for text, expected in (
+        (stage_3, (500_000_000, 50_000_000, 100_000)),
+        (stage_3.replace("3}", '3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": '
+                         '"auto", "stage3_param_persistence_threshold": "auto"}'),
+         (4096**2, int(0.9 * 4096**2), 40960)),
+    ):  # fmt: skip
+        knobs = beside_llama(tmp_path, "d.json", text, "num_gpus=16").knobs
+        assert tuple(getattr(knobs, size) for size in sizes) == expected
+        assert {knob for knob, value in vars(knobs).items() if value == "auto"} == {
+            "recompute_blocks"
+        }
+    knobs = beside_llama(tmp_path, "d.json", DEEPSPEED, "num_gpus=16").knobs
+    assert knobs.reduce_bucket_size == 500_000_000
+    assert knobs.use_multi_rank_bucket_allreduce is True
+
+
+def test_an_optimizer_that_is_not_adam_is_named(tmp_path: Path) -> None:
+    for kind, named in (("AdamW", False), ("Muon", True)):
+        text = DEEPSPEED.replace('"made_up"', f'"optimizer": {{"type": "{kind}"}}, "made_up"')
+        asked = beside_llama(tmp_path, "d.json", text, "num_gpus=16")
+        assert any("priced with Adam" in line for line in asked.reading.named) == named
+        reading = torchtitan.read(f'{TOML}\n[optimizer]\nname = "{kind}"', 64)
+        assert any("priced with Adam" in line for line in reading.named) == named
+
+
+@pytest.mark.parametrize(("ranks", "read"), [(8, 8), (16, 1), (32, 1), (0, 1)])
 def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
-    ranks: int, read: int | str, tmp_path: Path
+    ranks: int, read: int, tmp_path: Path
 ) -> None:
     key = f', "zero_hpz_partition_size": {ranks}}}'
     for stage, expected in ((3, read), (2, None)):
