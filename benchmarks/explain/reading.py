@@ -96,10 +96,9 @@ class Keys:
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1, such as a size or a degree; raises SpecError where it is
         none, and where it is missing and has no ``default``."""
-        number = self.number(key, least=1)
-        if number is None and default is None:
+        if (number := self.number(key, default, least=1)) is None:
             raise SpecError(f"{key}: missing; it has no default")
-        return number or default
+        return number
 
     def sort_rest(
         self, reading: Reading, neutral: Mapping[str, tuple[Any, str]], harmless: Iterable[str]
