@@ -154,8 +154,8 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
             has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
             if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
                 continue
-            name, found = "", re.search(rf"{flag}[ =]+[\"']?(\${_VARIABLE})", text)
-            values = list[str]()
+            name, values = "", list[str]()
+            found = re.search(rf"{flag}[ =]+[\"']?(\${_VARIABLE})", text)
             while found and found[2] != name:
                 name = found[2]
                 values = re.findall(rf"\b{name}=[\"']?(.*)", text)

@@ -246,9 +246,10 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         raise SpecError(f"sequence_parallel_size={context}: no price without ZeRO-3 (use 1)")
     else:
         reading.contender, reading.free = "deepspeed", "replicate"
-        as_one = keys.take("zero_optimization.use_multi_rank_bucket_allreduce", True)
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
-        reading.knobs["use_multi_rank_bucket_allreduce"] = bool(as_one)
+        reading.knobs["use_multi_rank_bucket_allreduce"] = bool(
+            keys.take("zero_optimization.use_multi_rank_bucket_allreduce", True)
+        )
     reading.knobs["compile"] = bool(keys.take("compile.deepcompile", False))
     # DeepSpeed adds and sends in the type of the model.
     reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
@@ -256,10 +257,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     reading.knobs["reduce_bucket_size"] = keys.number(_BUCKET, least=0) or 500_000_000
     reading.traits |= {"eager": reading.code, "traffic_factor": _EAGER_TRAFFIC}
     # ``PipelineModule`` recomputes runs of this length; 0: none.
-    if keys.number("pipeline.activation_checkpoint_interval", 0):
-        reading.knobs["recompute"] = "full"
-    else:
-        _without_recomputation(reading)
+    _recompute(reading, stated=bool(keys.number("pipeline.activation_checkpoint_interval")))
     batch = keys.number("train_batch_size", least=1)
     given = {key: number for key in _DEEPSPEED_STEP if (number := keys.number(key, least=1))}
     size, whole = given.get(_DEEPSPEED_STEP[0]), prod(given.values()) * replicate
@@ -326,10 +324,7 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
     # Where it is not compiled.
     model.traits |= {"eager": model.code, "traffic_factor": _EAGER_TRAFFIC}
-    if keys.take("fsdp_config.fsdp_activation_checkpointing", False):
-        model.knobs["recompute"] = "full"
-    else:
-        _without_recomputation(model)
+    _recompute(model, stated=bool(keys.take("fsdp_config.fsdp_activation_checkpointing")))
     if (precision := str(keys.take("mixed_precision", "no"))) == "no":
         model.derived.append(
             "mixed_precision=no: priced in fp32; if the script says bf16=True, give precision=bf16"
@@ -343,8 +338,10 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     return model
 
 
-def _without_recomputation(reading: Reading) -> None:
-    reading.knobs["recompute"] = "none"
-    reading.derived.append(
-        "recomputation: the file does not say it, priced without (give contender.recompute=full)"
-    )
+def _recompute(reading: Reading, *, stated: bool) -> None:
+    reading.knobs["recompute"] = "full" if stated else "none"
+    if not stated:
+        reading.derived.append(
+            "recomputation: the file does not say it, priced without (give "
+            "contender.recompute=full)"
+        )

@@ -112,6 +112,8 @@ def test_torchtitan() -> None:
     wanted = {"tp": 2, "pp": 2, "shard": 4, "chunks": 2, "schedule": "interleaved_1f1b"}
     assert {key: reading.knobs[key] for key in wanted} == wanted
     assert reading.named == []
+    kernel = torchtitan.read(TOML.replace('"8B"', '"8B_flex_flash"'), None)
+    assert kernel.model == reading.model | {"name": "llama3_8b"}
 
 
 @pytest.mark.parametrize(
@@ -306,6 +308,7 @@ def test_the_command_answers_on_one_screen(
     assert main() in (0, 1), capsys.readouterr().err
     told, shown = capsys.readouterr()
     assert " of 9, searching best plans" in shown
+    assert "searched, since nothing says it: replicate=4, " in told
     parts = ["Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"]
     parts += ["Changes of one knob", "Best plans on the same GPUs", "Do you need tensor"]
     parts += ["In plans: degrees"]
@@ -608,6 +611,9 @@ def test_what_accelerate_leaves_open_is_refused(
         ("a.toml", "# nothing\n", "a TOML without .model. and .training."),
         ("a.toml", "[project]\nname = 1", "so it is not torchtitan's"),
         ("a.sh", "python run_text_generation_server.py --num-layers 4", "no training of a decoder"),
+        ("a.log", " iteration 2/ 9 | elapsed time per iteration (ms): 9.4 |", "--measured .*a.log"),
+        ("a.sh", "torchrun pretrain_somevideo.py --num-layers 4", "no training of a decoder"),
+        ("a.sh", "echo trained >&2", "of Megatron-LM; give"),
     ],
 )
 def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -719,6 +725,9 @@ def test_flags_without_a_price_are_named() -> None:
         script = megatron.read(SCRIPT.replace("--bf16", flags), None)
         assert any(line.startswith(flag) for line in script.named)
         assert "--reset-position-ids" in script.harmless
+    for flag, size in (("--main-grads-dtype bf16", 2), ("--main-grads-dtype fp32", None)):
+        script = megatron.read(SCRIPT.replace("--bf16", f"--bf16 {flag}"), None)
+        assert script.traits.get("bf16.gradients") == size
     gpt = SCRIPT.replace("rope", "learned_absolute").replace("RMSNorm", "LayerNorm")
     named = [line for line in megatron.read(gpt, None).named if "made-up" not in line]
     assert named == ["--disable-bias-linear: GPT's layers are priced with biases"]
