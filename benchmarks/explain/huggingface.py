@@ -68,6 +68,8 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "use_mrope": (False, "positions of several dimensions are not priced"),
     "mlp_bias": (False, "biases are not priced"),
     "attention_out_bias": (False, "biases are not priced"),
+    "post_norm": (False, "norms behind attention and MLP are not priced"),
+    "qk_norm": (False, "the norms of queries and keys are not priced"),
     "residual_dropout": (0.0, "dropout is not priced"),
     "sliding_window": (None, "attention is priced over the whole sequence"),
     "attn_logit_softcapping": (None, "the cap of attention's logits is not priced"),
@@ -190,6 +192,10 @@ _DEEPSPEED_HARMLESS = (
     *("pipeline.pipe_partitioned", "pipeline.grad_partitioned", "pipeline.seed_layers"),
 )
 _DEGREES = "parallelism_config.parallelism_config_"
+_MIXED = {
+    "no": "priced in fp32; if the script says bf16=True, give precision=bf16",
+    "fp16": "priced as bf16, whose kernels and bytes are the same",
+}
 _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
     "fsdp_config.fsdp_offload_params": (False, "no price for the host's memory"),
     "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
@@ -232,6 +238,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     own = "bf16" if half - {False} else "fp32"
     if "auto" in half and True not in half:
         reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
+    reading.derived += [f"fp16.enabled: {_MIXED['fp16']}"] * (said.get("fp16.enabled") is True)
     if stage == 3:
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
             raise SpecError(f"{others[0]}: no price with ZeRO-3 (use 1)")
@@ -273,9 +280,10 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
             batch, reading.batch_per_replica = whole, whole // replicate
         elif size is None and batch:
             size = batch // whole
-    settings = {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
-    reading.settings |= {key: value for key, value in settings.items() if value}
-    reading.settings["precision"] = own
+    settings = {"global_batch": batch, "microbatch_size": size, "num_gpus": num_gpus}
+    reading.settings |= {key: value for key, value in settings.items() if value} | {
+        "precision": own
+    }
     keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
     return reading
 
@@ -325,10 +333,8 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     # Where it is not compiled.
     model.traits |= {"eager": model.code, "traffic_factor": _EAGER_TRAFFIC}
     _recompute(model, stated=bool(keys.take("fsdp_config.fsdp_activation_checkpointing")))
-    if (precision := str(keys.take("mixed_precision", "no"))) == "no":
-        model.derived.append(
-            "mixed_precision=no: priced in fp32; if the script says bf16=True, give precision=bf16"
-        )
+    if words := _MIXED.get(precision := str(keys.take("mixed_precision", "no"))):
+        model.derived.append(f"mixed_precision={precision}: {words}")
     half = "fp32" if precision == "no" else "bf16"
     model.settings |= {"num_gpus": gpus, "precision": half}
     model.knobs["reduce_dtype"] = half  # Accelerate's policy sends in the type of compute

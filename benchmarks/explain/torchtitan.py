@@ -181,9 +181,10 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
     )
     by_row = str(recipe).startswith("rowwise")
     reading.traits["gathers_casts"] = bool(gathers) and not by_row
-    names = keys.names("model.converters")
-    names += ["float8"] * bool(keys.take("float8.enable_float8_linear", False))
-    for name in names:
+    for name in [
+        *keys.names("model.converters"),
+        *["float8"] * bool(keys.take("float8.enable_float8_linear", False)),
+    ]:
         kind = name.lower().removeprefix("quantize.linear.")
         if kind not in ("float8", "mx", "mxfp8"):
             reading.named.append(f"model.converters={name}: no price; priced in bf16")
@@ -201,6 +202,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         raise SpecError(
             f"model.name={name!r}, model.flavor={flavor!r}: no price for mixtures of experts"
         )
+    reading.named += [f"model.flavor={flavor}: priced with flash attention"] * (plain != flavor)
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:

@@ -113,7 +113,8 @@ def test_torchtitan() -> None:
     assert {key: reading.knobs[key] for key in wanted} == wanted
     assert reading.named == []
     kernel = torchtitan.read(TOML.replace('"8B"', '"8B_flex_flash"'), None)
-    assert kernel.model == reading.model | {"name": "llama3_8b"}
+    assert kernel.model == reading.model
+    assert kernel.named == ["model.flavor=8B_flex_flash: priced with flash attention"]
 
 
 @pytest.mark.parametrize(
@@ -533,6 +534,8 @@ def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
         (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: priced in bf16"),
         (DEEPSPEED.replace("true", "false"), "fp32", ""),
         (DEEPSPEED.replace("bf16", "torch_autocast"), "bf16", ""),
+        (DEEPSPEED.replace("bf16", "fp16"), "bf16", "fp16.enabled: priced as bf16"),
+        (ACCELERATE.replace("bf16", "fp16"), "bf16", "mixed_precision=fp16: priced as bf16"),
         (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: priced in fp32"),
     ],
 )
