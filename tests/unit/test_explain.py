@@ -408,7 +408,8 @@ def test_bash_expands_what_a_run_would_get(
 ) -> None:
     (tmp_path / "sizes.sh").write_text("SIZE=2", encoding="utf-8")
     (tmp_path.parent / "of").mkdir(exist_ok=True)
-    beside = f'. "$(dirname "${{BASH_SOURCE[0]}}")/../{tmp_path.name}/sizes.sh"'
+    beside = 'HERE=$(dirname "${BASH_SOURCE[0]}")\n[ -f "$HERE/next.sh" ] && '
+    beside += f'. "$HERE/../{tmp_path.name}/sizes.sh"'
     (tmp_path.parent / "of/next.sh").write_text(beside, encoding="utf-8")
     assert arguments_of_script(script, tmp_path)[0] == (wanted or {"--num-layers": "2"})
 
