@@ -35,7 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--window-size": (None, "attention is priced over the whole sequence"),
     "--reset-attention-mask": (None, "attention is priced across documents (model.document=N)"),
     "--rampup-batch-size": (None, "priced with the last batch"),
-    "--step-batch-size-schedule": (None, "priced with the last batch"),
     "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
     "--deepspeed": (None, "priced with Megatron-Core's engine and layers, not DeepSpeed's"),
     "--deterministic-mode": (None, "slower kernels"),
@@ -179,15 +178,19 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     if not stated:
         reading.derived.append(f"num_gpus={num_gpus}, as the file starts them")
     replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
-    key = "--ds-sequence-parallel-size" if ulysses > 1 else "--context-parallel-size"
-    reading.slice_sequences(key, cp)
-    own = "a2a" if ulysses > 1 else "p2p"
-    way = str(keys.given("--cp-comm-type") or own).split()[0]  # of every layer, or of each
+    reading.slice_sequences(
+        "--ds-sequence-parallel-size" if ulysses > 1 else "--context-parallel-size", cp
+    )
+    # Of every layer, or of each.
+    way = str(keys.given("--cp-comm-type") or ("a2a" if ulysses > 1 else "p2p")).split()[0]
     if cp > 1 and way not in get_args(CpCommType):
         raise SpecError(f"--cp-comm-type={way}: no price (use {', '.join(get_args(CpCommType))})")
     reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
     size = keys.count("--micro-batch-size")
-    batch = keys.number("--global-batch-size")
+    growing = str(keys.take("--step-batch-size-schedule") or "")  # such as 0:384 200B:768
+    if growing:
+        reading.named.append(f"--step-batch-size-schedule={growing}: priced with the last batch")
+    batch = keys.number("--global-batch-size", *map(int, re.findall(r":(\d+)$", growing)))
     if batch is None:
         batch, reading.batch_per_replica = size * replicate, size
     layers = keys.count("--num-layers")
@@ -221,8 +224,12 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     of_deepspeed = keys.number("--num-key-value-heads")  # as Megatron-DeepSpeed has it
     groups = keys.number("--num-query-groups", of_deepspeed or heads)
     grouped = keys.take("--group-query-attention") or of_deepspeed
-    rope = keys.given("--position-embedding-type") == "rope"
-    rope |= bool(keys.take("--use-rotary-position-embeddings"))
+    rope = any(
+        [
+            keys.given("--position-embedding-type") == "rope",
+            keys.take("--use-rotary-position-embeddings"),
+        ]
+    )
     norm = keys.given("--normalization", "LayerNorm")
     if rope != (str(norm).lower() == "rmsnorm"):
         reading.named.append(

@@ -729,6 +729,10 @@ def test_flags_without_a_price_are_named() -> None:
         script = megatron.read(SCRIPT.replace("--bf16", flags), None)
         assert any(line.startswith(flag) for line in script.named)
         assert "--reset-position-ids" in script.harmless
+    grows = SCRIPT.replace("--bf16", "--bf16 --step-batch-size-schedule '0:384 2B:1152'")
+    script = megatron.read(grows.replace("--global-batch-size", "--made-up"), None)
+    assert script.settings["global_batch"] == 1152
+    assert any("=0:384 2B:1152: priced with the last" in line for line in script.named)
     for flag, size in (("--main-grads-dtype bf16", 2), ("--main-grads-dtype fp32", None)):
         script = megatron.read(SCRIPT.replace("--bf16", f"--bf16 {flag}"), None)
         assert script.traits.get("bf16.gradients") == size
