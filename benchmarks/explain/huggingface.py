@@ -165,8 +165,14 @@ _STAGE3 = {  # keys of ZeRO-3's gathers: the contender's names, and DeepSpeed's 
     "zero_optimization.zero_hpz_partition_size": ("zero_hpz_partition_size", 1),
 }
 _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
-    "zero_optimization.offload_optimizer.device": ("none", "no price for the host's memory"),
-    "zero_optimization.offload_param.device": ("none", "no price for the host's memory"),
+    "zero_optimization.offload_optimizer.device": (
+        "none",
+        "priced without, as the host's memory has no price",
+    ),
+    "zero_optimization.offload_param.device": (
+        "none",
+        "priced without, as the host's memory has no price",
+    ),
     "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
@@ -197,7 +203,7 @@ _MIXED = {
     "fp16": "priced as bf16, whose kernels and bytes are the same",
 }
 _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
-    "fsdp_config.fsdp_offload_params": (False, "no price for the host's memory"),
+    "fsdp_config.fsdp_offload_params": (False, "priced without, as the host's memory has no price"),
     "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
     "fsdp_config.fsdp_auto_wrap_policy": (
         "TRANSFORMER_BASED_WRAP",

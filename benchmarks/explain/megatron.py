@@ -38,7 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
     "--deepspeed": (None, "priced with Megatron-Core's engine and layers, not DeepSpeed's"),
     "--deterministic-mode": (None, "slower kernels"),
-    "--optimizer-cpu-offload": (None, "no price for the host's memory"),
+    "--optimizer-cpu-offload": (None, "priced without, as the host's memory has no price"),
     "--use-legacy-models": (None, "kernels of an older program"),
     "--fp32-residual-connection": (None, "residuals in fp32"),
     "--no-rope-fusion": (None, "rotary embedding is priced as one kernel"),

@@ -59,7 +59,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "optimizer.name": (("Adam", "AdamW"), "priced with Adam's states"),
     "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
     "optimizer.early_step_in_backward": (False, "no gradients are kept"),
-    "training.enable_cpu_offload": (False, "no price for the host's memory"),
+    "training.enable_cpu_offload": (False, "priced without, as the host's memory has no price"),
     "training.dtype": ("float32", "other bytes per parameter"),
     "training.mixed_precision_reduce": ("float32", "gradients are sent in another type"),
     "parallelism.disable_loss_parallel": (False, "every rank gathers all logits"),
