@@ -29,8 +29,9 @@ _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
 _FILTERS = ("cut", "tr")  # they print, and do nothing else; tail may wait for ever
-# A restricted bash keeps ENV for itself, which scripts use as a name of their own.
-_ENV = re.compile(r"(?<![\w./-])ENV(?==)|(?<=\$)ENV\b|(?<=\$\{)ENV\b")
+# A restricted bash keeps ENV for itself, which scripts use as a name of their own. What it reads is
+# a copy; the script's own place is in BASH_SOURCE_ (expand.bash).
+_KEPT = re.compile(r"(?<![\w./-])ENV(?==)|(?:(?<=\$)|(?<=\$\{))(?:ENV|BASH_SOURCE)\b")
 _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
@@ -38,7 +39,9 @@ _AGAINST = {  # what a log says, and the flag that switches it off
 _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 # Names of Megatron's programs that train no decoder-only model, or train nothing.
-_OTHER_PROGRAM = re.compile(r"bert|_t5|retro|_vlm|generat|infer|quantiz|convert|server|eval")
+_OTHER_PROGRAM = re.compile(
+    r"bert|_t5|retro|vlm|video|sora|generat|infer|quantiz|convert|server|eval"
+)
 _DIRECTIVE = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-np": "ntasks", "-nnodes": "nodes"}
 _COUNTS = "nnodes num_nodes nodes nproc_per_node num_gpus gpus_per_node num_processes gpus ntasks"
@@ -151,14 +154,16 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
             has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
             if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
                 continue
-            names, found = [""], re.search(rf"{flag}[ =]+[\"']?\${_VARIABLE}", text)
-            while found and found[1] not in names:
-                names.append(found[1])
-                found = re.search(rf"\b{found[1]}=[\"']?\${_VARIABLE}", text)
-            name = names[-1]
+            name, values = "", list[str]()
+            found = re.search(rf"{flag}[ =]+[\"']?(\${_VARIABLE})", text)
+            while found and found[2] != name:
+                name = found[2]
+                values = re.findall(rf"\b{name}=[\"']?(.*)", text)
+                found = re.match(rf"(\${_VARIABLE})", values[0]) if len(values) == 1 else None
+            way = f", or set it: {name}=2 zeropp explain ..., and arguments behind --"
             raise SpecError(
-                f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N, "
-                f"or set it: {name or 'NAME'}=2 zeropp explain ..., and arguments behind --)"
+                f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N"
+                f"{'' if values and not found else way})"
             )
 
 
@@ -179,7 +184,7 @@ def _expanded(
         alone = []
     with tempfile.TemporaryDirectory() as place:
         script, told, said = (Path(place, name) for name in ("script.sh", "told", "said"))
-        script.write_text(_ENV.sub("ENV_", text), encoding="utf-8")
+        script.write_text(_KEPT.sub(r"\g<0>_", text), encoding="utf-8")
         variables = {**variables, "ENV_": os.environ.get("ENV", "")}
         found = Path(place, "commands")
         found.mkdir()
@@ -203,11 +208,10 @@ def _expanded(
                     f"bash has not ended after {_LIMIT_S} s: the script waits for something; give "
                     "the arguments after --"
                 ) from None
-        lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+        faults = re.findall(r": (line \d+: .*)", said.read_text(encoding="utf-8", errors="replace"))
         commands = told.read_bytes().decode("utf-8", "replace").split("\0\1\0")
     words = [[word for word in command.split("\0") if word] for command in commands]
-    complaint = lines[-1].replace(f"{script}: ", "") if lines else ""
-    return [command for command in words if command], complaint
+    return [command for command in words if command], (faults or [""])[-1]
 
 
 def _sizes(lines: Iterable[str]) -> dict[str, int]:

@@ -5,6 +5,8 @@
 exec 9>&1 >/dev/null
 ulimit -t 5 -f 10240 -v 2000000
 enable -n kill history fc suspend
+_folder=$PWD  # that of the script
+BASH_SOURCE_=$PWD/script.sh  # bash has a copy of it
 set -o functrace
 trap wait EXIT  # for what was sent to the background
 
@@ -21,18 +23,24 @@ command_not_found_handle() {
     printf '%s\0' "${words[@]}" $'\1' >&9
 }
 
-source() {  # what lies beside the script, or in a folder there, wherever its path begins
-    local file=${1#/}
+source() {  # what lies beside the script, or in a folder from there, wherever its path begins
+    local file=$1
+    [[ $file == /* ]] || file=$PWD/$file
+    file=${file#/}
     while [[ ! -f $file && $file == */* ]]; do
         file=${file#*/}
     done
     if [[ -f $file ]]; then
+        local BASH_SOURCE_=$_folder/$file text
+        text=$(<"$file")
         shift
-        eval "$(<"$file")"
+        eval "${text//BASH_SOURCE/BASH_SOURCE_}"
     else
         printf '%s\0' source "$1" $'\1' >&9
     fi
 }
+
+.() { source "$@"; }
 
 exit() {  # a check of another machine fails here, and what follows is still the configuration
     ((${1-0} == 0)) && builtin exit
@@ -40,15 +48,28 @@ exit() {  # a check of another machine fails here, and what follows is still the
 }
 
 exec() { (($#)) && command_not_found_handle "$@"; }
-cd() { :; }
+cd() {  # in name only
+    local place=${*: -1}
+    [[ $place == /* ]] && PWD=$place || PWD=$PWD/$place
+}
+pwd() { printf '%s\n' "$PWD"; }
 pushd() { :; }
 popd() { :; }
-basename() { printf '%s\n' "${1##*/}"; }
-dirname() { printf '%s\n' "${1%/*}"; }
+realpath() { printf '%s\n' "${*: -1}"; }
+readlink() { realpath "$@"; }
+basename() {
+    local name=${1##*/}
+    printf '%s\n' "${name%"${2-}"}"
+}
+dirname() {
+    local path=${*: -1}
+    [[ $path == */* ]] && printf '%s\n' "${path%/*}" || printf '.\n'
+}
 
 # Before each command: without what a restricted shell refuses, which is files for output, names
 # with a slash, and some variables; and without `set -e`, which would end at a skipped command.
 _expanded() {
+    BASH_ARGV0=$_folder/script.sh
     local file='[ ][0-9]*(&?>>?|>\|)[ ]?[^ &][^ ]*((([ ][0-9]*[<>]&[0-9-]+))*)$'
     local value="(\"[^\"]*\"|'[^']*'|[^ \"'(]*)"
     local path="^(([A-Za-z_0-9]+=$value )*)(\"[^\"]*/[^\"]*\"|[^] \"'=([]*/[^ =(]*)( .*)?$"
@@ -63,9 +84,7 @@ _expanded() {
         ((${#quotes} % 2)) && break  # it stands in a text
         command=${command%"${BASH_REMATCH[0]}"}${BASH_REMATCH[2]}
     done
-    if [[ $command == '. '* ]]; then
-        command="source ${command#. }"
-    elif [[ $command =~ $path ]]; then
+    if [[ $command =~ $path ]]; then
         command="${BASH_REMATCH[1]}command_not_found_handle ${BASH_REMATCH[4]}${BASH_REMATCH[5]}"
     fi
     [[ $command == "$1" ]] && return 0

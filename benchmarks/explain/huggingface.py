@@ -5,6 +5,7 @@ trained, and the files that stand beside it: DeepSpeed's JSON and Accelerate's Y
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
@@ -66,6 +67,10 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "attention_bias": (False, "biases are not priced"),
     "use_mrope": (False, "positions of several dimensions are not priced"),
     "mlp_bias": (False, "biases are not priced"),
+    "attention_out_bias": (False, "biases are not priced"),
+    "post_norm": (False, "norms behind attention and MLP are not priced"),
+    "qk_norm": (False, "the norms of queries and keys are not priced"),
+    "residual_dropout": (0.0, "dropout is not priced"),
     "sliding_window": (None, "attention is priced over the whole sequence"),
     "attn_logit_softcapping": (None, "the cap of attention's logits is not priced"),
     "final_logit_softcapping": (None, "the cap of the head's logits is not priced"),
@@ -149,18 +154,29 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
 _EAGER_TRAFFIC = program_named("huggingface_fsdp").traffic_factor
 _DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
-_STAGE3 = {  # keys of ZeRO-3's gathers, by the contender's names
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_max_live_parameters": "live_parameters",
-    "stage3_param_persistence_threshold": "param_persistence_threshold",
-    "zero_hpz_partition_size": "zero_hpz_partition_size",
+_DEEPSPEED_STEP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BUCKET = "zero_optimization.reduce_bucket_size"
+_STAGE3 = {  # keys of ZeRO-3's gathers: the contender's names, and DeepSpeed's defaults
+    "zero_optimization.stage3_prefetch_bucket_size": ("prefetch_bucket_size", 50_000_000),
+    "zero_optimization.stage3_param_persistence_threshold": (
+        *("param_persistence_threshold", 100_000),
+    ),
+    "zero_optimization.stage3_max_live_parameters": ("live_parameters", 1_000_000_000),
+    "zero_optimization.zero_hpz_partition_size": ("zero_hpz_partition_size", 1),
 }
 _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
-    "zero_optimization.offload_optimizer.device": ("none", "no price for the host's memory"),
-    "zero_optimization.offload_param.device": ("none", "no price for the host's memory"),
+    "zero_optimization.offload_optimizer.device": (
+        "none",
+        "priced without, as the host's memory has no price",
+    ),
+    "zero_optimization.offload_param.device": (
+        "none",
+        "priced without, as the host's memory has no price",
+    ),
     "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
+    "optimizer.type": (("Adam", "AdamW"), "priced with Adam's states"),
     "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
     "pipeline.partition": ("parameters", "priced with stages of equal cost"),
 }
@@ -182,8 +198,12 @@ _DEEPSPEED_HARMLESS = (
     *("pipeline.pipe_partitioned", "pipeline.grad_partitioned", "pipeline.seed_layers"),
 )
 _DEGREES = "parallelism_config.parallelism_config_"
+_MIXED = {
+    "no": "priced in fp32; if the script says bf16=True, give precision=bf16",
+    "fp16": "priced as bf16, whose kernels and bytes are the same",
+}
 _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
-    "fsdp_config.fsdp_offload_params": (False, "no price for the host's memory"),
+    "fsdp_config.fsdp_offload_params": (False, "priced without, as the host's memory has no price"),
     "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
     "fsdp_config.fsdp_auto_wrap_policy": (
         "TRANSFORMER_BASED_WRAP",
@@ -206,11 +226,17 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     line, for what has no price."""
     if num_gpus is None:
         raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
-    # Values that are "auto" are filled in by Hugging Face's Trainer, so they say nothing here.
-    said = flat(tree)
+    # Values that are "auto" are filled in by Hugging Face's Trainer: sizes of buckets by the model,
+    # all others by its arguments, so they say nothing here.
+    said, hidden = flat(tree), reading.model["hidden"]
+    by_model = (hidden**2, int(0.9 * hidden**2), 10 * hidden)
+    filled = dict(zip((_BUCKET, *_STAGE3), by_model, strict=False))
+    said |= {key: size for key, size in filled.items() if said.get(key) == "auto"}
     keys = Keys({key: value for key, value in said.items() if value != "auto"})
-    stage = keys.number("zero_optimization.stage", 0) or 0
-    degrees = {key: keys.number(key, 1) or 1 for key in _DEEPSPEED_DEGREES}
+    stage = keys.number("zero_optimization.stage", least=0) or 0
+    if stage > 3:
+        raise SpecError(f"zero_optimization.stage={stage}: must be 0, 1, 2 or 3")
+    degrees = {key: keys.number(key, least=0) or 1 for key in _DEEPSPEED_DEGREES}
     tp, pp = degrees.values()
     context = keys.count("sequence_parallel_size", 1)  # of Ulysses
     replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "context": context})
@@ -218,40 +244,52 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     own = "bf16" if half - {False} else "fp32"
     if "auto" in half and True not in half:
         reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
+    reading.derived += [f"fp16.enabled: {_MIXED['fp16']}"] * (said.get("fp16.enabled") is True)
     if stage == 3:
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
             raise SpecError(f"{others[0]}: no price with ZeRO-3 (use 1)")
         reading.contender, reading.free = "deepspeed_zero3", "shard"
-        gathers = {knob: keys.number(f"zero_optimization.{name}") for name, knob in _STAGE3.items()}
-        if not 0 < (gathers["zero_hpz_partition_size"] or 0) < num_gpus:
-            del gathers["zero_hpz_partition_size"]  # a second copy over all ranks is the first one
-        reading.knobs = {"shard": replicate, "context": context}
+        reading.knobs = {"shard": replicate, "context": context, "allgather_sequential": False}
+        reading.knobs |= {
+            knob: keys.number(key, default, least=0) for key, (knob, default) in _STAGE3.items()
+        }
+        if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
+            reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
     elif context > 1:
         raise SpecError(f"sequence_parallel_size={context}: no price without ZeRO-3 (use 1)")
     else:
-        reading.contender, reading.free, gathers = "deepspeed", "replicate", {}
+        reading.contender, reading.free = "deepspeed", "replicate"
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
+        reading.knobs["use_multi_rank_bucket_allreduce"] = bool(
+            keys.take("zero_optimization.use_multi_rank_bucket_allreduce", True)
+        )
     reading.knobs["compile"] = bool(keys.take("compile.deepcompile", False))
     # DeepSpeed adds and sends in the type of the model.
     reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
     reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
-    gathers["reduce_bucket_size"] = keys.number("zero_optimization.reduce_bucket_size") or None
-    reading.knobs |= {knob: value for knob, value in gathers.items() if value is not None}
+    reading.knobs["reduce_bucket_size"] = keys.number(_BUCKET, least=0) or 500_000_000
     reading.traits |= {"eager": reading.code, "traffic_factor": _EAGER_TRAFFIC}
     # ``PipelineModule`` recomputes runs of this length; 0: none.
-    if keys.number("pipeline.activation_checkpoint_interval", 0):
-        reading.knobs["recompute"] = "full"
-    else:
-        _without_recomputation(reading)
-    size, batch = keys.number("train_micro_batch_size_per_gpu"), keys.number("train_batch_size")
-    steps = keys.number("gradient_accumulation_steps", 1) or 1
-    if size is not None and batch is None:
-        batch, reading.batch_per_replica = size * steps * replicate, size * steps
-    elif size is None and batch is not None:
-        size = batch // (steps * replicate)
-    settings = {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
-    reading.settings |= {key: value for key, value in settings.items() if value}
-    reading.settings["precision"] = own
+    _recompute(reading, stated=bool(keys.number("pipeline.activation_checkpoint_interval")))
+    batch = keys.number("train_batch_size", least=1)
+    given = {key: number for key in _DEEPSPEED_STEP if (number := keys.number(key, least=1))}
+    size, whole = given.get(_DEEPSPEED_STEP[0]), prod(given.values()) * replicate
+    if batch and (batch % whole or (len(given) == 2 and batch != whole)):
+        numbers = "".join(f"{key}={number} x " for key, number in given.items())
+        raise SpecError(
+            f"train_batch_size={batch}: is not {numbers}{replicate} data-parallel ranks"
+            f"{' x N' * (len(given) < 2)}, so DeepSpeed refuses it (take one of these keys out, or "
+            "give the file's own num_gpus)"
+        )
+    if said.get(_DEEPSPEED_STEP[1]) != "auto":
+        if batch is None and size:
+            batch, reading.batch_per_replica = whole, whole // replicate
+        elif size is None and batch:
+            size = batch // whole
+    settings = {"global_batch": batch, "microbatch_size": size, "num_gpus": num_gpus}
+    reading.settings |= {key: value for key, value in settings.items() if value} | {
+        "precision": own
+    }
     keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
     return reading
 
@@ -262,8 +300,9 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     keys = Keys(flat(tree))
     if (kind := keys.take("distributed_type")) != "FSDP":
         raise SpecError(
-            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, or "
-            "Megatron-LM's arguments after --)"
+            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, Megatron-LM's "
+            "arguments after --, or for plain data parallelism the config.json alone with "
+            "contender=fsdp contender.shard=1)"
         )
     strategies = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
     strategy = str(keys.take("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD"))
@@ -299,14 +338,9 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
     # Where it is not compiled.
     model.traits |= {"eager": model.code, "traffic_factor": _EAGER_TRAFFIC}
-    if keys.take("fsdp_config.fsdp_activation_checkpointing", False):
-        model.knobs["recompute"] = "full"
-    else:
-        _without_recomputation(model)
-    if (precision := str(keys.take("mixed_precision", "no"))) == "no":
-        model.derived.append(
-            "mixed_precision=no: priced in fp32; if the script says bf16=True, give precision=bf16"
-        )
+    _recompute(model, stated=bool(keys.take("fsdp_config.fsdp_activation_checkpointing")))
+    if words := _MIXED.get(precision := str(keys.take("mixed_precision", "no"))):
+        model.derived.append(f"mixed_precision={precision}: {words}")
     half = "fp32" if precision == "no" else "bf16"
     model.settings |= {"num_gpus": gpus, "precision": half}
     model.knobs["reduce_dtype"] = half  # Accelerate's policy sends in the type of compute
@@ -316,8 +350,10 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     return model
 
 
-def _without_recomputation(reading: Reading) -> None:
-    reading.knobs["recompute"] = "none"
-    reading.derived.append(
-        "recomputation: the file does not say it, priced without (give contender.recompute=full)"
-    )
+def _recompute(reading: Reading, *, stated: bool) -> None:
+    reading.knobs["recompute"] = "full" if stated else "none"
+    if not stated:
+        reading.derived.append(
+            "recomputation: the file does not say it, priced without (give "
+            "contender.recompute=full)"
+        )

@@ -133,6 +133,11 @@ class Measurement:
     peak: tuple[float, str] | None = None
 
 
+def has_steps(text: str) -> bool:
+    """Whether a text has lines in which a trainer says how long a step took."""
+    return any(form.pattern.search(text) for form in _FORMS)
+
+
 def measurement(text: str, step: Step) -> Measurement:
     """What ``843ms``, ``10456tokens/s/GPU`` or the name of a log says; raises SpecError, in one
     line, where it says no time."""

@@ -35,11 +35,10 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--window-size": (None, "attention is priced over the whole sequence"),
     "--reset-attention-mask": (None, "attention is priced across documents (model.document=N)"),
     "--rampup-batch-size": (None, "priced with the last batch"),
-    "--step-batch-size-schedule": (None, "priced with the last batch"),
     "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
     "--deepspeed": (None, "priced with Megatron-Core's engine and layers, not DeepSpeed's"),
     "--deterministic-mode": (None, "slower kernels"),
-    "--optimizer-cpu-offload": (None, "no price for the host's memory"),
+    "--optimizer-cpu-offload": (None, "priced without, as the host's memory has no price"),
     "--use-legacy-models": (None, "kernels of an older program"),
     "--fp32-residual-connection": (None, "residuals in fp32"),
     "--no-rope-fusion": (None, "rotary embedding is priced as one kernel"),
@@ -47,7 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--no-bias-dropout-fusion": (None, "dropout is priced as one kernel"),
     "--no-bias-gelu-fusion": (None, "GELU is priced as one kernel"),
     "--optimizer": ("adam", "priced with Adam's states"),
-    "--main-grads-dtype": ("fp32", "other bytes per parameter"),
     "--decoder-first-pipeline-num-layers": (None, "priced with equal stages"),
     "--decoder-last-pipeline-num-layers": (None, "priced with equal stages"),
     "--account-for-embedding-in-pipeline-split": (None, "priced with stages of equal cost"),
@@ -180,15 +178,19 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     if not stated:
         reading.derived.append(f"num_gpus={num_gpus}, as the file starts them")
     replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp, "cp": cp})
-    key = "--ds-sequence-parallel-size" if ulysses > 1 else "--context-parallel-size"
-    reading.slice_sequences(key, cp)
-    own = "a2a" if ulysses > 1 else "p2p"
-    way = str(keys.given("--cp-comm-type") or own).split()[0]  # of every layer, or of each
+    reading.slice_sequences(
+        "--ds-sequence-parallel-size" if ulysses > 1 else "--context-parallel-size", cp
+    )
+    # Of every layer, or of each.
+    way = str(keys.given("--cp-comm-type") or ("a2a" if ulysses > 1 else "p2p")).split()[0]
     if cp > 1 and way not in get_args(CpCommType):
         raise SpecError(f"--cp-comm-type={way}: no price (use {', '.join(get_args(CpCommType))})")
     reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
     size = keys.count("--micro-batch-size")
-    batch = keys.number("--global-batch-size")
+    growing = str(keys.take("--step-batch-size-schedule") or "")  # such as 0:384 200B:768
+    if growing:
+        reading.named.append(f"--step-batch-size-schedule={growing}: priced with the last batch")
+    batch = keys.number("--global-batch-size", *map(int, re.findall(r":(\d+)$", growing)))
     if batch is None:
         batch, reading.batch_per_replica = size * replicate, size
     layers = keys.count("--num-layers")
@@ -222,8 +224,12 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     of_deepspeed = keys.number("--num-key-value-heads")  # as Megatron-DeepSpeed has it
     groups = keys.number("--num-query-groups", of_deepspeed or heads)
     grouped = keys.take("--group-query-attention") or of_deepspeed
-    rope = keys.given("--position-embedding-type") == "rope"
-    rope |= bool(keys.take("--use-rotary-position-embeddings"))
+    rope = any(
+        [
+            keys.given("--position-embedding-type") == "rope",
+            keys.take("--use-rotary-position-embeddings"),
+        ]
+    )
     norm = keys.given("--normalization", "LayerNorm")
     if rope != (str(norm).lower() == "rmsnorm"):
         reading.named.append(
@@ -317,7 +323,8 @@ def _traits(keys: Keys, reading: Reading) -> None:
         "dropout_masks": reading.model["dropout"] > 0,
     }
     keys.take("--accumulate-allreduce-grads-in-fp32")
-    if keys.take("--grad-reduce-in-bf16"):
+    main = str(keys.take("--main-grads-dtype"))  # a log has torch.bfloat16
+    if keys.take("--grad-reduce-in-bf16") or main.endswith("16"):
         reading.traits |= {"bf16.gradients": 2, "bf16.reduced": 2}
 
 

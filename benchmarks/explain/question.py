@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.arguments import arguments_of
+from benchmarks.explain.logs import has_steps
 from benchmarks.explain.reading import Reading, share_of_ranks
 from benchmarks.report.ratio_errors import memory_room
 from benchmarks.specification import SpecError
@@ -33,6 +34,7 @@ _PADDING = ("megatron_core", "megatron_core_local")
 # The host's time per launch of blocks in eager mode over that of plain modules, by whether there is
 # tensor parallelism and sequence parallelism: FSDP2, and with DTensor (host_time.csv).
 _EAGER_HOST = {(False, False): 2.59, (True, False): 6.88, (True, True): 9.65}
+_SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")  # which may take arguments of their own
 _INNER = ("model.", "contender.", "cluster.")
 KEYS = (
     "num_gpus",
@@ -68,7 +70,7 @@ def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) ->
         reading = megatron.read_arguments(arguments_of(arguments), num_gpus, stated=True)
     elif len(files) == 1 and _REGISTERED.fullmatch(files[0]) and not Path(files[0]).exists():
         reading = torchtitan.read_registered(files[0], arguments, num_gpus)
-    elif len(files) == 1 and (not arguments or files[0].endswith(".sh")):
+    elif len(files) == 1 and (not arguments or files[0].endswith(_SCRIPTS)):
         reading = _read(Path(files[0]), num_gpus, arguments)
     elif len(files) == 2 and not arguments:
         reading = _read_pair([Path(file) for file in files], num_gpus)
@@ -112,6 +114,11 @@ def _read(path: Path, num_gpus: int | None, own: Sequence[str] = ()) -> Reading:
             f"{path}: a recipe in Python is not run here (of torchtitan, give "
             "MODULE:FUNCTION, such as llama3:llama3_8b; of Megatron-Bridge, the run_config.yaml "
             "that cfg.to_yaml writes)"
+        )
+    if has_steps(text) and "- arguments -" not in text:
+        raise SpecError(
+            f"{path}: a log without a list of arguments says no configuration (give the file that "
+            f"has it, and --measured {path})"
         )
     return megatron.read(text, num_gpus, path.parent, own)
 
@@ -204,7 +211,7 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
     ]
     for key, example in (("cluster", "h100"), ("num_gpus", "64"), ("global_batch", "512")):
         if settings.get(key) is None:
-            raise SpecError(f"{key}: the file does not say it (give {key}={example})")
+            raise SpecError(f"{key}: the file does not say it, or says auto (give {key}={example})")
     if name not in PRICED:
         raise SpecError(f"contender={name!r}: must be among {', '.join(PRICED)}")
     pads = reading.pads if own and reading.pads is not None else 128 * (name in _PADDING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from benchmarks.specification import SpecError
@@ -76,13 +76,17 @@ class Keys:
             )
         return value
 
-    def number(self, key: str, default: int | None = None) -> int | None:
-        """The same as a whole number; raises SpecError for another value."""
-        value = self.given(key, default)
+    def number(self, key: str, default: int | None = None, least: float = -inf) -> int | None:
+        """The same as a whole number; raises SpecError for another, or one below ``least``."""
+        if (value := self.given(key)) is None:
+            return default
         try:
-            return None if value is None else int(value)
-        except (TypeError, ValueError):
+            number = int(str(value).removesuffix(".0"))
+        except ValueError:
             raise SpecError(f"{key}={value!r}: must be a whole number") from None
+        if number < least:
+            raise SpecError(f"{key}={number}: must be at least {least}")
+        return number
 
     def names(self, key: str, default: Iterable[str] = ()) -> list[str]:
         """The same as a list of names, which may be one text with commas between them."""
@@ -92,12 +96,8 @@ class Keys:
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1, such as a size or a degree; raises SpecError where it is
         none, and where it is missing and has no ``default``."""
-        number = self.number(key)
-        number = default if number is None else number
-        if number is None:
+        if (number := self.number(key, default, least=1)) is None:
             raise SpecError(f"{key}: missing; it has no default")
-        if number < 1:
-            raise SpecError(f"{key}={number}: must be at least 1")
         return number
 
     def sort_rest(
@@ -105,7 +105,8 @@ class Keys:
     ) -> None:
         """Say of every key that is left whether it changes a price.
 
-        ``neutral`` has the value with which a key changes nothing, and what it changes otherwise;
+        ``neutral`` has the value with which a key changes nothing, or a tuple of such values, and
+        what it changes otherwise;
         ``harmless`` are beginnings of keys that change nothing with any value, as null does for
         any key. All others are named as unknown.
         """
@@ -113,7 +114,8 @@ class Keys:
         for key, value in self._left.items():
             nothing, why = neutral.get(key, (None, ""))
             setting = key if value is True else f"{key}={value}"
-            if value is None or (value == nothing if why else key.startswith(beginnings)):
+            values = nothing if isinstance(nothing, tuple) else (nothing,)
+            if value is None or (value in values if why else key.startswith(beginnings)):
                 reading.harmless.append(setting)
             else:
                 reading.named.append(f"{setting}: {why or UNKNOWN}")

@@ -44,8 +44,10 @@ _WORDS = (
     "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism), "
     "b sequences per microbatch, m microbatches per step, the order of the pipeline, V stages per "
     "rank, zero1 (optimizer states split over the replicas), sp (sequence parallelism), sums and "
-    "sent (types of gradients), bucket (of DeepSpeed, in millions of elements); of ZeroPP, too, U "
-    "microbatches per gather, cap (activations kept), reduce (gradients every so often)."
+    "sent (types of gradients); of DeepSpeed, in elements, bucket (of gradients), live and "
+    "together (gathered ahead and at once), persistent (tensors up to it stay), and hpz (ranks of "
+    "a second copy); of ZeroPP, U microbatches per gather, cap (activations kept), and reduce "
+    "(gradients every so often)."
 )
 
 
@@ -73,9 +75,18 @@ def show(answer: Answer, console: Console, *, verbose: bool) -> None:
     )
     console.print(f"Plan as understood: {describe(result.plan)}")
     for line in reading.named:
-        indented(f"not priced: {line}", console, style="yellow")
+        indented(f"beware: {line}", console, style="yellow")
     for line in reading.derived:
         indented(f"derived: {line}", console, style="dim")
+    given, taken = (
+        {**vars(of.knobs), "microbatch_size": of.microbatch_size}
+        for of in (question, answer.asked.candidate)
+    )
+    searched = [
+        f"{name}={value}" for name, value in taken.items() if given[name] == "auto" != value
+    ]
+    if searched:
+        indented(f"searched, since nothing says it: {', '.join(searched)}", console, style="dim")
     if verbose:
         indented(f"changes nothing: {', '.join(reading.harmless)}", console, style="dim")
     console.print(_speed(answer))
@@ -123,11 +134,11 @@ def memory_text(plan: Evaluated[Any], task: Task) -> str:
     host, may = max(m.host for m in plan.result.memory), plan.result.price.host_limit
     if host > may:
         verdict = f"Too much for the host ({_gib(host)} of {_gib(may)} GiB per GPU)"
+    who = f"pipeline rank {rank}" if len(plan.result.memory) > 1 else "every rank"
     text = (
-        f"{verdict}: pipeline rank {rank} allocates {_gib(memory.total)} of {_gib(has)} GiB, "
-        f"{_gib(most)} of them {kind}. Nine in ten published runs took at most "
-        f"{1 + MEMORY_MARGIN:.2f} times their price, here {_gib(likely)}; torch reserves about "
-        f"{_gib(reserved)}"
+        f"{verdict}: {who} allocates {_gib(memory.total)} of {_gib(has)} GiB, {_gib(most)} of them "
+        f"{kind}. Nine in ten published runs took at most {1 + MEMORY_MARGIN:.2f} times their "
+        f"price, here {_gib(likely)} GiB; torch reserves about {_gib(reserved)} GiB"
     )
     if plan.peak_bytes <= has < max(likely, reserved):
         text += ": near the limit its allocator frees and retries, which takes time (see "

@@ -56,9 +56,10 @@ _OLD = re.compile(
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "model.norm_type": ("rmsnorm", "priced as RMSNorm"),
+    "optimizer.name": (("Adam", "AdamW"), "priced with Adam's states"),
     "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
     "optimizer.early_step_in_backward": (False, "no gradients are kept"),
-    "training.enable_cpu_offload": (False, "no price for the host's memory"),
+    "training.enable_cpu_offload": (False, "priced without, as the host's memory has no price"),
     "training.dtype": ("float32", "other bytes per parameter"),
     "training.mixed_precision_reduce": ("float32", "gradients are sent in another type"),
     "parallelism.disable_loss_parallel": (False, "every rank gathers all logits"),
@@ -180,9 +181,10 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
     )
     by_row = str(recipe).startswith("rowwise")
     reading.traits["gathers_casts"] = bool(gathers) and not by_row
-    names = keys.names("model.converters")
-    names += ["float8"] * bool(keys.take("float8.enable_float8_linear", False))
-    for name in names:
+    for name in [
+        *keys.names("model.converters"),
+        *["float8"] * bool(keys.take("float8.enable_float8_linear", False)),
+    ]:
         kind = name.lower().removeprefix("quantize.linear.")
         if kind not in ("float8", "mx", "mxfp8"):
             reading.named.append(f"model.converters={name}: no price; priced in bf16")
@@ -195,11 +197,12 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
-    plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
+    plain = re.sub(r"_(flex|varlen)(_\w+)?$", "", flavor)
     if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
         raise SpecError(
             f"model.name={name!r}, model.flavor={flavor!r}: no price for mixtures of experts"
         )
+    reading.named += [f"model.flavor={flavor}: priced with flash attention"] * (plain != flavor)
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:

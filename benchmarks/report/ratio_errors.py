@@ -141,8 +141,11 @@ def error_text(program: str, label: str) -> str:
     vendors = sum(source.startswith(VENDORS) for source in sources)
     middle = quantile_of(((run["source"], abs(float(run["stranger"]))) for run in speeds), 0.5)
     low, high = measured_over_priced()
-    whole = f"error as a stranger {middle:.0%} in the median ({len(sources)} sources, {vendors} of "
-    whole += f"them vendors'); nine in ten ordinary runs have {low:.2f} to {high:.2f} of the speed"
+    whole = f"error {middle:.0%} in the median on {len(sources)} sources that it had not seen "
+    whole += (
+        f"({vendors} of them vendors'); nine in ten ordinary runs have {low:.2f} to {high:.2f} of "
+    )
+    whole += "the simulated speed"
     own = [run for run in speeds if run["program"].startswith(program)]
     sources = {run["source"] for run in own}
     if not own:

@@ -128,6 +128,11 @@ def test_a_flag_without_its_value_is_refused(tmp_path: Path, old: str, new: str,
         ("N=${WORLD_SIZE}", '--nnodes="$N"', r"--nnodes: \$WORLD_SIZE is not set"),
         ("", '--nnodes "$NODES" --node-rank 0', r"--nnodes: \$NODES is not set"),
         ("N=$(cat hosts | wc -l)", "--nnodes $N", r"--nnodes: \$N is not set .give num_gpus=N"),
+        (
+            "G=$(python3 -c x)\nif false; then G=$K; fi",
+            "--nproc-per-node $G",
+            r"\$G is not set \(give num_gpus=N\)$",
+        ),
         ("", "--num_processes $((8 * NODES))", r"--num_processes: \$NODES is not set"),
         ("A='--nproc-per-node $GPUS'", "$A --nnodes 2", r"--nproc-per-node: \$GPUS is not set"),
         ("N=${NODES:-2}", "--nnodes $N", None),
@@ -200,6 +205,9 @@ def test_pairs_that_a_script_cuts_with_commands_are_its_arguments(tmp_path: Path
     for own, expected in (([], (8, 32)), (["TP=2", "KIND=Deep"], (2, 64))):
         question = ask(*given, own)
         assert (vars(question.knobs)["tp"], question.task.shape.layers) == expected
+    (tmp_path / "run.sh").rename(tmp_path / "job.sbatch")
+    other = ask([str(tmp_path / "job.sbatch")], ["cluster=mi300x"], ["TP=2", "KIND=Deep"])
+    assert other.task.shape.layers == 64
     (tmp_path / "run.sh").write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS}")
     with pytest.raises(SpecError, match="TP=2: the script takes no arguments of its own"):
         ask(*given, ["TP=2"])
@@ -484,10 +492,10 @@ def test_memory_is_said_in_gib_with_its_error_and_the_kind_that_decides(tmp_path
     for size, verdict, kind in ((1, "It fits", "activations"), (4, "Too much", "activations")):
         found = answer(asked(tmp_path, files, *words, f"microbatch_size={size}"))
         said, peak = memory_text(found.asked, found.question.task), found.asked.peak_bytes / 2**30
-        assert said.startswith(f"{verdict}: pipeline rank 0 allocates {peak:.1f} of 76.0 GiB, ")
+        assert said.startswith(f"{verdict}: every rank allocates {peak:.1f} of 76.0 GiB, ")
         most = max(vars(found.asked.result.memory[0]).values()) / 2**30
         assert f" GiB, {most:.1f} of them {kind}." in said
-        assert f"here {1.19 * peak:.1f}; torch reserves about {peak / 0.85:.1f}" in said
+        assert f"here {1.19 * peak:.1f} GiB; torch reserves about {peak / 0.85:.1f} GiB" in said
         assert "num_alloc_retries" not in said
     gib = f"cluster.device.memory_gib={4 + 1.1 * peak:.0f}"  # of 4 the context has
     near = answer(asked(tmp_path, files, *words, "microbatch_size=4", gib))

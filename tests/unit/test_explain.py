@@ -112,6 +112,9 @@ def test_torchtitan() -> None:
     wanted = {"tp": 2, "pp": 2, "shard": 4, "chunks": 2, "schedule": "interleaved_1f1b"}
     assert {key: reading.knobs[key] for key in wanted} == wanted
     assert reading.named == []
+    kernel = torchtitan.read(TOML.replace('"8B"', '"8B_flex_flash"'), None)
+    assert kernel.model == reading.model
+    assert kernel.named == ["model.flavor=8B_flex_flash: priced with flash attention"]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +309,7 @@ def test_the_command_answers_on_one_screen(
     assert main() in (0, 1), capsys.readouterr().err
     told, shown = capsys.readouterr()
     assert " of 9, searching best plans" in shown
+    assert "searched, since nothing says it: replicate=4, " in told
     parts = ["Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"]
     parts += ["Changes of one knob", "Best plans on the same GPUs", "Do you need tensor"]
     parts += ["In plans: degrees"]
@@ -390,12 +394,23 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
         ("ENV=$1\nif [ x$ENV = x ]; then N=2; fi\npython a.py --num-layers $N", {}),
         ("N=2\nD=/x/ENV/y.ENV\nif [ $D = /x/ENV/y.ENV ]; then python a.py --num-layers $N; fi", {}),
         ("source ./sizes.sh\nf() { python a.py \"$@\" | tee log; }\nf --num-layers $SIZE", {}),
+        ('HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)\n'
+         '[ -f "$HERE/sizes.sh" ] && source "$HERE/sizes.sh"\npython a.py --num-layers $SIZE', {}),
+        ('ROOT="$(cd -- "$(dirname -- "$(realpath "$0")")/../of" &>/dev/null && pwd)"\n'
+         '. "$ROOT/../of/next.sh"\npython a.py --num-layers $SIZE', {}),
+        ('cd "${BASH_SOURCE%/*}/.."\nsource of/next.sh\npython a.py --num-layers $SIZE', {}),
+        ('for f in "$(dirname "$0")"/s*.sh; do . $f; done\npython a.py --num-layers $SIZE', {}),
+        ('if [ "$(basename "$0" .sh)" = script ]; then N=2; fi\npython a.py --num-layers $N', {}),
     ],
 )  # fmt: skip
 def test_bash_expands_what_a_run_would_get(
     script: str, wanted: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "sizes.sh").write_text("SIZE=2", encoding="utf-8")
+    (tmp_path.parent / "of").mkdir(exist_ok=True)
+    beside = 'HERE=$(dirname "${BASH_SOURCE[0]}")\n[ -f "$HERE/next.sh" ] && '
+    beside += f'. "$HERE/../{tmp_path.name}/sizes.sh"'
+    (tmp_path.parent / "of/next.sh").write_text(beside, encoding="utf-8")
     assert arguments_of_script(script, tmp_path)[0] == (wanted or {"--num-layers": "2"})
 
 
@@ -470,9 +485,40 @@ def test_trainers_around_a_model_of_hugging_face(
     assert not any("made_up=None" in line for line in asked.reading.named)  # null: not set
 
 
-@pytest.mark.parametrize(("ranks", "read"), [(8, 8), (16, "auto"), (32, "auto"), (0, "auto")])
+def test_sizes_that_deepspeeds_file_leaves_open_are_its_defaults_or_the_trainers(
+    tmp_path: Path,
+) -> None:
+    """They were searched, and the best of them called the file's own plan."""
+    stage_3 = DEEPSPEED.replace("2}", "3}")
+    sizes = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
+    for text, expected in (
+        (stage_3, (500_000_000, 50_000_000, 100_000)),
+        (stage_3.replace("3}", '3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": '
+                         '"auto", "stage3_param_persistence_threshold": "auto"}'),
+         (4096**2, int(0.9 * 4096**2), 40960)),
+    ):  # fmt: skip
+        knobs = beside_llama(tmp_path, "d.json", text, "num_gpus=16").knobs
+        assert tuple(getattr(knobs, size) for size in sizes) == expected
+        assert {knob for knob, value in vars(knobs).items() if value == "auto"} == {
+            "recompute_blocks"
+        }
+    knobs = beside_llama(tmp_path, "d.json", DEEPSPEED, "num_gpus=16").knobs
+    assert vars(knobs)["reduce_bucket_size"] == 500_000_000
+    assert vars(knobs)["use_multi_rank_bucket_allreduce"] is True
+
+
+def test_an_optimizer_that_is_not_adam_is_named(tmp_path: Path) -> None:
+    for kind, named in (("AdamW", False), ("Muon", True)):
+        text = DEEPSPEED.replace('"made_up"', f'"optimizer": {{"type": "{kind}"}}, "made_up"')
+        asked = beside_llama(tmp_path, "d.json", text, "num_gpus=16")
+        assert any("priced with Adam" in line for line in asked.reading.named) == named
+        reading = torchtitan.read(f'{TOML}\n[optimizer]\nname = "{kind}"', 64)
+        assert any("priced with Adam" in line for line in reading.named) == named
+
+
+@pytest.mark.parametrize(("ranks", "read"), [(8, 8), (16, 1), (32, 1), (0, 1)])
 def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
-    ranks: int, read: int | str, tmp_path: Path
+    ranks: int, read: int, tmp_path: Path
 ) -> None:
     key = f', "zero_hpz_partition_size": {ranks}}}'
     for stage, expected in ((3, read), (2, None)):
@@ -489,6 +535,8 @@ def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
         (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: priced in bf16"),
         (DEEPSPEED.replace("true", "false"), "fp32", ""),
         (DEEPSPEED.replace("bf16", "torch_autocast"), "bf16", ""),
+        (DEEPSPEED.replace("bf16", "fp16"), "bf16", "fp16.enabled: priced as bf16"),
+        (ACCELERATE.replace("bf16", "fp16"), "bf16", "mixed_precision=fp16: priced as bf16"),
         (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: priced in fp32"),
     ],
 )
@@ -499,6 +547,33 @@ def test_precision_that_the_file_leaves_to_the_script(
     asked = beside_llama(tmp_path, name, text, "num_gpus=16", "global_batch=128")
     assert asked.task.precision == precision
     assert any(derived in line for line in asked.reading.derived)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('gpu": 1', 'gpu": 0', "train_micro_batch_size_per_gpu=0: must be at least 1"),
+        ('gpu": 1', 'gpu": -2', "train_micro_batch_size_per_gpu=-2: must be at least 1"),
+        ('gpu": 1', 'gpu": "${MBS}"', "gpu='.{MBS}': must be a whole number"),
+        ('gpu": 1', 'gpu": 1.5', "train_micro_batch_size_per_gpu=1.5: must be a whole number"),
+        ('gpu": 1', 'gpu": null', "global_batch: the file does not say it, or says auto .give"),
+        ('steps": 4', 'steps": "auto"', "global_batch: the file does not say it, or says auto"),
+        ('steps": 4', 'steps": 0', "gradient_accumulation_steps=0: must be"),
+        ('steps": 4', 'steps": 4, "train_batch_size": 128', "train_batch_size=128: is not .*=1 x "
+         "gradient_accumulation_steps=4 x 16 data-parallel ranks, so"),
+        ('gpu": 1, "gradient_accumulation_steps": 4', 'gpu": 3, "train_batch_size": 64',
+         "train_batch_size=64: is not train_micro_.*=3 x 16 data-parallel ranks x N, so"),
+        ('"stage": 2', '"stage": 4', "zero_optimization.stage=4: must be 0, 1, 2 or 3"),
+        ('"stage": 2', '"stage": -1', "zero_optimization.stage=-1: must be"),
+    ],
+)  # fmt: skip
+def test_numbers_that_deepspeed_cannot_have_are_refused(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    assert old in DEEPSPEED
+    with pytest.raises(SpecError, match=said) as refused:
+        beside_llama(tmp_path, "d.json", DEEPSPEED.replace(old, new), "num_gpus=16")
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -540,6 +615,9 @@ def test_what_accelerate_leaves_open_is_refused(
         ("a.toml", "# nothing\n", "a TOML without .model. and .training."),
         ("a.toml", "[project]\nname = 1", "so it is not torchtitan's"),
         ("a.sh", "python run_text_generation_server.py --num-layers 4", "no training of a decoder"),
+        ("a.log", " iteration 2/ 9 | elapsed time per iteration (ms): 9.4 |", "--measured .*a.log"),
+        ("a.sh", "torchrun pretrain_somevideo.py --num-layers 4", "no training of a decoder"),
+        ("a.sh", "echo trained >&2", "of Megatron-LM; give"),
     ],
 )
 def test_other_files_are_refused_by_name(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -651,6 +729,13 @@ def test_flags_without_a_price_are_named() -> None:
         script = megatron.read(SCRIPT.replace("--bf16", flags), None)
         assert any(line.startswith(flag) for line in script.named)
         assert "--reset-position-ids" in script.harmless
+    grows = SCRIPT.replace("--bf16", "--bf16 --step-batch-size-schedule '0:384 2B:1152'")
+    script = megatron.read(grows.replace("--global-batch-size", "--made-up"), None)
+    assert script.settings["global_batch"] == 1152
+    assert any("=0:384 2B:1152: priced with the last" in line for line in script.named)
+    for flag, size in (("--main-grads-dtype bf16", 2), ("--main-grads-dtype fp32", None)):
+        script = megatron.read(SCRIPT.replace("--bf16", f"--bf16 {flag}"), None)
+        assert script.traits.get("bf16.gradients") == size
     gpt = SCRIPT.replace("rope", "learned_absolute").replace("RMSNorm", "LayerNorm")
     named = [line for line in megatron.read(gpt, None).named if "made-up" not in line]
     assert named == ["--disable-bias-linear: GPT's layers are priced with biases"]

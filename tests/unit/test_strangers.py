@@ -139,7 +139,7 @@ def test_the_interval_leans_to_where_errors_are_and_leaves_vendors_out(
     ]
     monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
     assert ratio_errors.measured_over_priced() == pytest.approx((1 / 1.6, 1 / 1.1))
-    assert "(3 sources, 1 of them vendors')" in error_text("x", "X")
+    assert "on 3 sources that it had not seen (1 of them vendors')" in error_text("x", "X")
 
 
 def test_two_sources_are_priced_by_each_others_programs() -> None:
@@ -192,8 +192,8 @@ def test_a_program_has_an_error_of_its_own_if_two_sources_ran_it_often(
         for _ in range(12)
     ]
     monkeypatch.setattr(ratio_errors, "stranger_runs", lambda: runs)
-    whole = "error as a stranger 3% in the median (3 sources, 0 of them vendors'); "
-    whole += "nine in ten ordinary runs have 0.83 to 0.97 of the speed"
+    whole = "error 3% in the median on 3 sources that it had not seen (0 of them vendors'); "
+    whole += "nine in ten ordinary runs have 0.83 to 0.97 of the simulated speed"
     assert error_text("often", "Often") == f"{whole}; 3% on 24 published runs of Often by 2 sources"
     assert error_text("none", "None") == f"no published run of None: {whole}"
     alone = f"12 published runs of Alone, too few for an error of its own: {whole}"
