@@ -73,10 +73,12 @@ class Offloading(Generic[K]):
         """A candidate that does not fit after all, by ``over`` bytes if that is known, with a few
         more blocks; None if it has all."""
         blocks = blocks_of(candidate)
-        few = 1 + blocks // _FEW
-        if plan.layout.pp == 1 and not plan.activation_cap:  # one microbatch is held at a time
-            sent = zip(held.memory, plan.offloaded_per_stage, strict=True)
-            few = max(few, over // max(of.sent // count for of, count in sent if count))
+        sent = zip(held.memory, plan.offloaded_per_stage, strict=True)
+        of_block = max(of.sent // count for of, count in sent if count)
+        # The microbatches of a chunk that a rank may hold: in a pipeline those of two units.
+        of_unit = plan.schedule.unit if plan.activation_cap or plan.layout.pp > 1 else 1
+        together = of_unit * (1 + (plan.layout.pp > 1))
+        few = max(1 + blocks // _FEW, over // (together * of_block))
         sized = self.sized(candidate, blocks + few)
         return sized if sized[1].offloaded_per_stage != plan.offloaded_per_stage else None
 

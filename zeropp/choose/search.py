@@ -227,7 +227,7 @@ class Capped(Family[K]):
         shorter ones tell. Then it is simulated, and if it wins, the families follow that are
         alike."""
         if not self.is_begun:
-            return [*search.begun(self)] or search.offloading_more(self)
+            return search.begun(self)
         if not self.is_told:
             return [*search.told(self)] or search.offloading_more(self)
         return search.evaluate(self)
@@ -304,7 +304,7 @@ class _Search(Generic[K]):
         # Of families alike, those with too many activations.
         self._too_many_activations: set[_Alike] = set()
         self._may_fit: set[_Alike] = set()  # of those that were asked, the others
-        self._begun: dict[object, int | None] = {}  # activation caps; None: nothing fits
+        self._begun: dict[object, SizedPlan | int] = {}  # with its cap, or the bytes too many
         self._evaluated_plans = set[SizedPlan]()
 
     def run(
@@ -630,19 +630,22 @@ class _Search(Generic[K]):
 
     def begun(self, entry: Capped[K]) -> Iterable[Capped[K]]:
         """The entry with the largest activation cap with which the beginning of a step fits, which
-        is that of all that are alike and hold as much."""
+        is that of all that are alike and hold as much; if none fits, with more offloaded blocks."""
         plan, memory = entry.plan, entry.price.memory
         same = (entry.alike, plan.schedule.unit, plan.reduce_every, plan.activation_cap, memory)
         if same not in self._begun:
-            fits = self.steps.begun(plan, entry.price)
-            self._begun[same] = fits.activation_cap if fits else None
-        cap = self._begun[same]
-        capped = None if cap is None else replace(plan, activation_cap=cap)
-        yield from self.with_cap(replace(entry, is_begun=True), capped)
+            self._begun[same] = self.steps.begun(plan, entry.price)
+        found = self._begun[same]
+        if isinstance(found, int):
+            yield from self.with_cap(entry, None)
+            yield from self.offloading_more(entry, found)
+        else:
+            capped = replace(plan, activation_cap=found.activation_cap)
+            yield from self.with_cap(replace(entry, is_begun=True), capped)
 
     def told(self, entry: Capped[K]) -> Iterable[Capped[K]]:
         """The entry with a cap that fits and, of a long step, the time that shorter ones tell."""
-        plan, told_s = self.steps.told(entry.plan, entry.price) or (None, 0.0)
+        plan, told_s = self.steps.told(entry.plan, entry.price)
         bound_s = max(entry.bound_s, told_s)
         yield from self.with_cap(replace(entry, bound_s=bound_s, is_told=True), plan)
 

@@ -51,9 +51,9 @@ class Steps:
         least = self.with_least_cap(plan).activation_cap
         return capped if capped.activation_cap >= least else None
 
-    def begun(self, plan: SizedPlan, price: PlanPrice) -> SizedPlan | None:
+    def begun(self, plan: SizedPlan, price: PlanPrice) -> SizedPlan | int:
         """The plan with the largest cap up to its own with which the beginning of its first order
-        fits on the first and the last rank; None if there is none."""
+        fits on the first and the last rank; if there is none, the bytes by which it does not."""
         if not self.asks_cap:
             return plan
         ranks = plan.schedule.num_ranks
@@ -65,19 +65,19 @@ class Steps:
             if peak <= self.limit_bytes:
                 return replace(plan, activation_cap=short.activation_cap)
             lower = self._lower(short, order, price, rank, peak)
-            if lower is None:
-                return None
+            if isinstance(lower, int):
+                return lower
             short = lower
 
-    def told(self, plan: SizedPlan, price: PlanPrice) -> tuple[SizedPlan, float] | None:
+    def told(self, plan: SizedPlan, price: PlanPrice) -> tuple[SizedPlan | None, float]:
         """The plan, with a cap that fits, and its seconds by three shorter steps: the actions of
         more microbatches repeat themselves. 0 s where a step is not long, or where two more periods
-        of it do not take the same time; None where no order fits."""
+        of it do not take the same time; no plan where no order fits."""
         m, period = plan.num_microbatches, plan.period
         few = m % period + _REPEATS * period
         if m < 2 * few:
             return plan, 0.0
-        best: tuple[SizedPlan, float] | None = None
+        best: tuple[SizedPlan | None, float] = None, 0.0
         for short, results in self._tried(plan.shortened(few), price, inf):
             less, more = (
                 self.contender.orders(short.shortened(few + sign * period), price.stages, None)
@@ -96,7 +96,7 @@ class Steps:
                 steady = abs(result.step_s - shorter.step_s - period_s) <= _STEADY * period_s
                 repeats = (m - few) / period - 1
                 told.append(steady * (longer.step_s + repeats * period_s))
-            if told and (not best or min(told) < best[1]):
+            if told and (not best[0] or min(told) < best[1]):
                 best = replace(plan, activation_cap=short.activation_cap), min(told) * (1 - _TOLD)
         return best
 
@@ -120,9 +120,9 @@ class Steps:
         """The plan with its cap, and with lower ones as long as some order does not fit, each with
         the simulated step of every order; None for one that takes ``slowest_s`` or the time of
         another; for one that does not fit, the bytes by which it does not."""
-        lower: SizedPlan | None = plan
-        while lower is not None:
-            plan, lower = lower, None
+        lower: SizedPlan | int = plan
+        while isinstance(lower, SizedPlan):
+            plan, lower = lower, 0
             results: list[SimResult | int | None] = []
             too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self.limit_bytes)
             actions = 0  # of the first rank
@@ -135,7 +135,8 @@ class Steps:
                     continue
                 if order and made < actions:  # the beginning of one too large
                     peak, rank = order_peak(order, plan, price, {0, order.num_ranks - 1})
-                    lower = lower or self._lower(plan, order, price, rank, peak)
+                    if not isinstance(lower, SizedPlan):
+                        lower = self._lower(plan, order, price, rank, peak)
                     results[-1] = peak - self.limit_bytes
                     continue
                 # Most orders that win nothing are told sooner by their time than by their bytes.
@@ -144,7 +145,8 @@ class Steps:
                 if result is None or result.step_s >= slowest_s:
                     continue
                 if full := self._fullest(whole, price):
-                    lower = lower or self._lower(plan, whole.schedule, price, *full)
+                    if not isinstance(lower, SizedPlan):
+                        lower = self._lower(plan, whole.schedule, price, *full)
                     results[-1] = full[1] - self.limit_bytes
                     continue
                 results[-1] = result
@@ -162,12 +164,16 @@ class Steps:
 
     def _lower(
         self, plan: SizedPlan, order: Schedule, price: PlanPrice, rank: int, peak: int
-    ) -> SizedPlan | None:
-        """The plan with the next cap to try where a rank holds too much; None if there is none."""
+    ) -> SizedPlan | int:
+        """The plan with the next cap to try where a rank holds too much; if there is none, the
+        bytes by which it does at least with the smallest one."""
+        over = peak - self.limit_bytes
         if not self.asks_cap:
-            return None
+            return over
         largest = max(price.memory[stage].activations for stage in plan.schedule.stages_of(rank))
-        live = max(live_activations(order, rank))  # an order may hold less than it may
-        cap = min(plan.activation_cap, live) - max(1, (peak - self.limit_bytes) // largest)
-        lower = replace(plan, activation_cap=cap)
-        return lower if cap >= self.with_least_cap(plan).activation_cap else None
+        # An order may hold less than it may.
+        cap = min(plan.activation_cap, max(live_activations(order, rank)))
+        least = self.with_least_cap(plan).activation_cap
+        if (lower := cap - max(1, over // largest)) >= least:
+            return replace(plan, activation_cap=lower)
+        return max(1, over - max(0, cap - least) * largest)
