@@ -340,6 +340,7 @@ class Engine:
                 self._groups.context,
                 positions=any(POSITIONS in layer.names for layer in sizes),
                 packs=POSITIONS in settings.sample_keywords,
+                without_tokens=settings.without_tokens,
             )
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         room = GradientRoom(self.lanes)
@@ -419,7 +420,7 @@ class Engine:
         if plan.logits_slices > 1 and max(ends) in layers:
             last = layers.pop(max(ends))
             head = made_of([last], store=WeightGradStore(), names=[sizes[-1].names])
-            self._head = SlicedHead(head, self.loss, plan.logits_slices)
+            self._head = SlicedHead(head, self.loss, plan.logits_slices, settings.without_tokens)
         return made_of(
             list(layers.values()),
             store=store,

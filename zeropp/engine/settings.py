@@ -192,13 +192,22 @@ class Settings(StepKnobs):
         return whole.pop(""), whole
 
     @cached_property
+    def without_tokens(self) -> frozenset[str]:
+        """The keyword inputs that have no number per token in the sample, and so in no batch,
+        however long its sequences are."""
+        tokens = self.sample.shape[1:2]
+        return frozenset(n for n, x in self.sample_keywords.items() if x.shape[1:2] != tokens)
+
+    @cached_property
     def slicing(self) -> Context | None:
         """The ranks that divide sequences, for a walk over the layers."""
         if (size := self.layout.context) == 1:
             return None
         from zeropp.engine.layers.context import Context
 
-        return Context(size, packs=POSITIONS in self.sample_keywords)
+        return Context(
+            size, packs=POSITIONS in self.sample_keywords, without_tokens=self.without_tokens
+        )
 
     @cached_property
     def hardware(self) -> Cluster | None:

@@ -27,6 +27,7 @@ from torch.distributed import get_rank
 
 from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
+    POSITIONS,
     may_have_gradient,
     tensors_of,
     without_scalars,
@@ -41,6 +42,7 @@ from zeropp.train.api import parallelize
 from zeropp.train.one_process import OneProcess, apart, distances, parameters_of, wide
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.train.placing import meet
+from zeropp.types.tolerances import BEGIN, EXACT, TOLERANCES
 from zeropp.types.training import difference
 
 T = TypeVar("T")
@@ -57,7 +59,6 @@ _HOOKS = (
     "a hook or function acts on a gradient, or a hook of the optimizer sees the shards of one "
     "rank; a layer changes in place what others read"
 )
-_UPDATE = 1e-4  # of an update of fp32 numbers by the same gradient
 
 
 class DifferenceError(RuntimeError):
@@ -164,7 +165,7 @@ class _Comparison:
                 0,
                 name,
                 apart(one, self._working[name]),
-                1e-6,
+                BEGIN,
                 "begins with other values",
                 "a function must make the same layer at every call",
             )
@@ -178,7 +179,7 @@ class _Comparison:
             for name, one in self._working.items()
         }
         compute = None if settings.precision == "fp32" else torch.bfloat16
-        self._tolerance = torch.finfo(compute or torch.float32).eps ** 0.5
+        self._tolerance = TOLERANCES[settings.precision].step
         for one in self._working.values() if compute else ():
             one.data = one.data.to(compute)
         if settings.precision == "fp8":
@@ -284,7 +285,8 @@ class _Comparison:
             "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
             "those of the inputs' own tokens; loss_fn reads nothing beside its arguments; with "
-            "logits_slices it is a sum over tokens"
+            "logits_slices it is a sum over tokens, and a keyword input that is as long as "
+            "sequences is cut with them (give another one as [rows, 1, ...])"
         )
         what = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
         self._compare(2, "loss_fn", far, self._tolerance, what, cause)
@@ -314,7 +316,8 @@ class _Comparison:
 
     def _cause(self, *, of_gradient: bool = False) -> str:
         """What may make a layer, or its gradient, something else with these settings."""
-        plan = self._model.plan
+        plan, named = self._model.plan, self._settings.sample_keywords
+        cut = sorted(named.keys() - self._settings.without_tokens - {POSITIONS})
         causes = {
             f"context={plan.layout.context} gives it a slice of the tokens: what it computes "
             "between tokens must be F.scaled_dot_product_attention, called alike on all ranks "
@@ -323,6 +326,10 @@ class _Comparison:
             ),
             f"logits_slices={plan.logits_slices} gives the last layer and the loss a slice of the "
             "tokens, between which they may compute nothing": plan.logits_slices > 1,
+            f"a keyword input that is as long as sequences is cut with them ({', '.join(cut)}): "
+            "give one without a number per token as [rows, 1, ...]": (
+                bool(cut) and max(plan.layout.context, plan.logits_slices) > 1
+            ),
             "what layers tell each other beside their outputs does not reach another stage, or is "
             "another microbatch's: return it, or give it as a keyword input": (
                 plan.schedule.num_stages > 1 and not of_gradient
@@ -378,14 +385,14 @@ class _Comparison:
             "or keeps what depends on them; elementwise= is not so; a layer's forward changes it"
         )
         after, eps = {**self.masters}, torch.finfo(torch.float32).eps
-        floors = {name: 4 * eps / _UPDATE * float(wide(one).norm()) for name, one in after.items()}
+        floors = {name: 4 * eps / EXACT * float(wide(one).norm()) for name, one in after.items()}
         theirs, expected = (
             {name: wide(made[name]) - wide(old) for name, old in before.items()}
             for made in (ours, after)
         )
         what = "is updated otherwise by the same gradient"
         for name, (far, _) in distances(theirs, expected, floors).items():
-            self._compare(4, name, far, _UPDATE, what, cause)
+            self._compare(4, name, far, EXACT, what, cause)
 
     def _compare_kept(self) -> None:
         """Compare buffers and numbers that layers keep, where each rank has all rows."""

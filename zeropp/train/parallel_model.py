@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from zeropp.engine.checkpoint import Checkpointer
+    from zeropp.engine.settings import Settings
     from zeropp.train.stages import Planned
 
 
@@ -40,8 +41,7 @@ class ParallelModel:
     chosen or are defaults.
     """
 
-    def __init__(self, engine: Engine, planned: Planned, keywords: frozenset[str]) -> None:
-        """``keywords`` are the names of the keyword inputs."""
+    def __init__(self, engine: Engine, planned: Planned, settings: Settings) -> None:
         plan, chosen, self._element_mfu = planned
         self.engine, self.plan = engine, plan
         self.summary = f"{describe(plan)}; {chosen}" if chosen else describe(plan)
@@ -50,7 +50,7 @@ class ParallelModel:
         rows = plan.num_microbatches * plan.microbatch_size
         first = rows * self.data_parallel_rank
         self.rows = slice(first, first + rows)
-        self._keywords, self._has_looked = keywords, False
+        self._settings, self._has_looked = settings, False
         self._save_to: Path | str | None = None
         self._stepped_at = 0.0  # when the last step returned
         self._calls = -1  # how many calls there had been by then
@@ -361,10 +361,11 @@ class ParallelModel:
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
         """The parts of a batch, after a check that all are tensors on the right devices."""
-        if set(keyword_inputs) != self._keywords:
+        known, without_tokens = self._settings.sample_keywords, self._settings.without_tokens
+        if keyword_inputs.keys() != known.keys():
             raise TypeError(
                 f"keyword inputs are {sorted(keyword_inputs)}, but parallelize got "
-                f"{sorted(self._keywords)} (sample_keywords)"
+                f"{sorted(known)} (sample_keywords)"
             )
         device = self.engine.lanes.device
         whole = {"inputs": inputs, "targets": targets, **keyword_inputs}
@@ -383,11 +384,12 @@ class ParallelModel:
         if not len(inputs):
             return Microbatches((), (), whole=whole)
         context, memory = self.engine.context, inputs.untyped_storage()
-        if self.plan.logits_slices > 1 and inputs.shape[1:2] != targets.shape[1:2]:
-            raise ValueError(
-                f"targets: {tuple(targets.shape)} are not divided as inputs {tuple(inputs.shape)} "
-                f"are, which logits_slices={self.plan.logits_slices} needs (take 1)"
-            )
+        for name, part in whole.items() if self.plan.logits_slices > 1 else ():
+            if name not in without_tokens and part.shape[1:2] != inputs.shape[1:2]:
+                raise ValueError(
+                    f"{name}: {tuple(part.shape)} are not divided as inputs {tuple(inputs.shape)} "
+                    f"are, which logits_slices={self.plan.logits_slices} needs (take 1)"
+                )
         own = dict(whole) if context is None else context.parts(whole)
         if any(own[name].untyped_storage() is memory for name in own if name != "inputs"):
             own["inputs"] = own["inputs"].clone()  # a layer may change these on one rank alone

@@ -138,6 +138,11 @@ def _check_slices(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any)
             f"logits_slices={slices}: inputs are {tuple(tokens)}, what the last layer gets and "
             f"gives {[tuple(size) for size in passed]}; all must be [rows, tokens, ...]"
         )
+    if sizes[-1].draws:
+        raise InfeasibleError(
+            f"logits_slices={slices}: layers[{len(sizes) - 1}] draws random numbers, and slices "
+            "would draw others than all tokens at once (drop in the layer before it, or take 1)"
+        )
 
 
 def plan_layers(settings: Settings, sizes: Sequence[LayerSizes], num_ranks: int) -> Planned:
