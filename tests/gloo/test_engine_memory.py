@@ -38,8 +38,7 @@ from tests.gloo.cases import (
     local_microbatches,
     request,
 )
-from tests.gloo.models import error_of
-from tests.gloo.world import World, on_ranks
+from tests.gloo.world import World
 from tests.unit.simulated_task import cluster
 from zeropp.choose.layer_prices import (
     LayerPrices,
@@ -54,7 +53,6 @@ from zeropp.emulate.recorder import Recorder
 from zeropp.emulate.trace import Trace, trace_ranks
 from zeropp.emulate.world import replaced
 from zeropp.engine.engine import Engine
-from zeropp.engine.parameters.flat import FlatParameters, Gathering, Sharded, Unsharded
 from zeropp.engine.parameters.flat_layout import ALIGNMENT, FlatLayout, Partition, lay_out
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.walk import LayerSizes, walk
@@ -152,27 +150,6 @@ def test_chunks_are_gathered_and_reduced_as_planned(world: World) -> None:
         # Norms and biases take their gradients early: how many chunks' at a time is the order's.
         assert large.gradients <= 1.05 * small.gradients
         assert large.gradients < once.gradients
-
-
-@on_ranks(2)
-def test_a_buffer_is_used_and_freed_only_after_its_gather() -> None:
-    """The order is a step's, except what is refused."""
-    flat = build_model_of(Case(pp=1, shard=2)).engine.flats[0]
-    missing = "RuntimeError: parameters are used or freed without being gathered"
-    twice = "RuntimeError: parameters are gathered while they are gathered already"
-    for call, state, said in (
-        (FlatParameters.wait, Sharded, missing),
-        (FlatParameters.reshard, Sharded, missing),
-        (FlatParameters.unshard, Gathering, ""),
-        (FlatParameters.unshard, Gathering, twice),
-        (FlatParameters.wait, Unsharded, ""),
-        (FlatParameters.wait, Unsharded, ""),  # of the next microbatch
-        (FlatParameters.unshard, Unsharded, twice),
-        (FlatParameters.reshard, Sharded, ""),
-        (FlatParameters.unshard, Gathering, ""),
-        (FlatParameters.reshard, Sharded, ""),
-    ):
-        assert (error_of(partial(call, flat)), type(flat.state)) == (said, state)
 
 
 SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (31,)]

@@ -285,6 +285,36 @@ class Noting(torch.optim.SGD):
             self.state[one].setdefault("steps", []).append(1)
 
 
+class Slowing(torch.optim.SGD):
+    """Makes smaller steps with every step, which it notes in a list of its own."""
+
+    noted: list[int]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        self.noted.append(1)
+        (group,) = self.param_groups
+        group["lr"] = 0.1 / len(self.noted)
+        super().step()
+
+
+def slowing(groups: Groups) -> torch.optim.Optimizer:
+    optimizer = Slowing(groups["all"], lr=0.1)
+    optimizer.noted = []
+    return optimizer
+
+
+@on_ranks(1)
+def test_a_state_before_the_first_step_changes_nothing() -> None:
+    found = []
+    for asks in (False, True):
+        with built(optimizer=slowing) as model:
+            if asks:
+                model.state_dict()
+            found.append(steps(model, 0, 1, 2))
+    assert found[0] == found[1]
+
+
 class Around(torch.optim.Optimizer):
     """Lets another optimizer make the updates, and keeps its state to itself."""
 

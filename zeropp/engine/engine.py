@@ -62,6 +62,8 @@ class Engine:
     _head: SlicedHead | None = None  # what runs the last layer and the loss, if they are in slices
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
     elements = 0  # of the inputs of the last batch, over all data-parallel ranks
+    # Of the last evaluation: the rows and the microbatches of every rank.
+    _counts: tuple[Sequence[int], Sequence[int]]
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Engine:
         self._draws = settings.dropout_seed is not None
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
-            self.barrier = ErrorBarrier(timeout, 5 + self._rows.count, undo)
+            self.barrier = ErrorBarrier(timeout, 7 + self._rows.count, undo)
             owners = plan.step_end.gathers_whole
             self._groups = make_groups(layout, device, timeout, undo, owners=owners)
             agree(lambda: self._make_own(sizes, plan, settings, undo))
@@ -124,7 +126,6 @@ class Engine:
                 channels=self._channels,
                 loss=loss,
                 head=self._head,
-                barrier=self.barrier,
                 world=self._groups.world,
                 context=self.context,
             )
@@ -180,14 +181,18 @@ class Engine:
                 asked,
                 any(flat.is_stale for flat in self.flats),
                 sum(part.numel() for part in batch.inputs),
+                sum(map(len, batch.inputs)),
+                len(batch.inputs),
                 *self._rows.numbers(call, batch.whole),
             ],
         )
-        digests = [digest for digest, *_ in numbers]
-        self.agreed_signal = max(sent for _, _, sent, *_ in numbers)
-        self.elements = sum(own[4] for own in numbers) // self._layout.pp
+        digests, settings, signals, stale, elements, rows, microbatches, *sums = zip(
+            *numbers, strict=True
+        )
+        self.agreed_signal = max(signals)
+        self.elements = sum(elements) // self._layout.pp
         if call == "train_step":
-            if others := [r for r, own in enumerate(numbers) if own[1] != numbers[0][1]]:
+            if others := [r for r, own in enumerate(settings) if own != settings[0]]:
                 raise ValueError(
                     f"train_step: the optimizer of ranks {others} has other settings than that of "
                     f"rank 0 (a learning rate, for example; here {self.updater.described()}): set "
@@ -199,10 +204,13 @@ class Engine:
                         f"train_step: ranks {list(ranks)}, which are one pipeline, were given "
                         "inputs of different shapes"
                     )
-        self._rows.check(call, [sums for _, _, _, _, _, *sums in numbers])
-        if any(is_stale for _, _, _, is_stale, *_ in numbers):
+        self._rows.check(call, [*zip(*sums, strict=True)])
+        if any(stale):
             self.update.gather_updated()
         if call != "train_step":
+            if not any(rows):
+                raise RowsError("inputs: no rank was given any rows")
+            self._counts = rows, microbatches
             return batch
         self._rows.begin(batch.whole)
         digest, given = digests[dist.get_rank()], set(enumerate(digests))
@@ -234,10 +242,10 @@ class Engine:
         return self.barrier.run(call, checked)[0]
 
     def evaluate(self, batch: Microbatches, outputs: Outputs | None = None) -> tuple[float, Value]:
-        """The loss of a batch without training on it, and its outputs; see ``Evaluator.run``."""
-        counts = self._evaluator.agree(batch)
+        """The loss of a batch, on which all have just agreed, without training on it, and its
+        outputs; see ``Evaluator.run``."""
         with self._usable_unless_it_fails():
-            return self._evaluator.run(batch, *counts, outputs)
+            return self._evaluator.run(batch, *self._counts, outputs)
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with

@@ -96,19 +96,7 @@ def _settings(
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(auto)),
-        "loss_fn": _described(loss_fn),
     }
-
-
-def _described(function: Any) -> str:
-    """A function's name, with the numbers and words that a ``partial`` gives it."""
-    if isinstance(function, partial):
-        given: dict[Any, Any] = {**dict(enumerate(function.args)), **function.keywords}
-        plain = {key: value for key, value in given.items() if isinstance(value, str | float | int)}
-        return f"{_described(function.func)} {plain}"
-    if isinstance(function, nn.Module):
-        return repr(function)
-    return getattr(function, "__qualname__", "a function")
 
 
 def _planned(

@@ -215,7 +215,8 @@ class _Comparison:
         draw = torch.Generator().manual_seed(0)
         for one in self._working.values():
             if may_have_gradient(one.dtype) and one.numel() and one.requires_grad:
-                size = one.detach().double().abs().square().mean().sqrt().clamp(0.2, 1.0)
+                least = 0.2 if one.dim() > 1 else 1.0  # a matrix adds up as many as it is wide
+                size = one.detach().double().abs().square().mean().sqrt().clamp(least, 1.0)
                 noise = torch.randn(one.shape, generator=draw, dtype=torch.float64)
                 one.data.add_((_NOISE * float(size) * noise).to(one))
         state = nn.ModuleList(self._plain).state_dict()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,29 +10,19 @@ import torch
 import torch.distributed as dist
 
 from zeropp.engine.ranks.collectives import connect_lazily
-from zeropp.engine.ranks.errors import gathered, refusal
+from zeropp.engine.ranks.errors import refusal
 from zeropp.types.layout import InfeasibleError
 
 
 def meet(keywords: Mapping[str, Any]) -> None:
     """Make the first collective possible; the keywords may be wrong still. Raises RuntimeError
-    without a process group, and InfeasibleError on all ranks where two share a GPU."""
+    without a process group."""
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
     connect_lazily(dist.get_world_size())
-    asked = keywords.get("device")
     with suppress(Exception):  # ``device_of`` refuses what is no device
-        if asked is not None and torch.device(asked).index is not None:
-            torch.cuda.set_device(asked)  # which the collectives that compare arguments may need
-    if "nccl" in str(dist.get_backend_config()):  # on all ranks, as it is collective
-        check_own_gpu(on_cuda=on_cuda(asked))
-
-
-def on_cuda(asked: Any) -> bool:
-    """Whether this rank trains on a GPU; the arguments may be wrong still."""
-    if asked is not None:
-        return str(asked).startswith("cuda")
-    return "nccl" in str(dist.get_backend_config())
+        # Which the collectives that compare arguments may need; without an index it raises.
+        torch.cuda.set_device(keywords.get("device"))
 
 
 def device_of(asked: torch.device | str | None) -> torch.device:
@@ -45,7 +33,8 @@ def device_of(asked: torch.device | str | None) -> torch.device:
     """
     way_out = "take cuda or cpu; CUDA_VISIBLE_DEVICES says which GPUs this process sees"
     with refusal(f"device={asked!r}", way_out):
-        device = torch.device(asked or ("cuda" if on_cuda(None) else "cpu"))
+        has_nccl = "nccl" in str(dist.get_backend_config())
+        device = torch.device(asked or ("cuda" if has_nccl else "cpu"))
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             torch.cuda.set_device(device := torch.device("cuda", index))
@@ -56,24 +45,3 @@ def device_of(asked: torch.device | str | None) -> torch.device:
             f"{' and '.join(known)} (give init_process_group another backend, or take that device)"
         )
     return torch.device("cpu") if device.type == "cpu" else device  # on a CPU none has an index
-
-
-def check_own_gpu(*, on_cuda: bool) -> None:
-    """Refuse ranks that share a GPU, on all ranks; raises InfeasibleError. All ranks must call it,
-    also those that do not train ``on_cuda``. They compare on the CPU, because NCCL's first
-    collective would fail with less to read. Ranks with hosts of their own by NCCL_HOSTID share one
-    on purpose, and NCCL lets them."""
-    own_gpu = ""
-    if on_cuda and torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        own_gpu = f"{device.uuid} of {os.environ.get('NCCL_HOSTID') or socket.gethostname()}"
-    group = dist.new_group(backend="gloo", group_desc="zeropp devices")
-    gpus = gathered(own_gpu, group)
-    dist.destroy_process_group(group)
-    for gpu in filter(None, gpus):
-        ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
-        if len(ranks) > 1:
-            raise InfeasibleError(
-                f"device: ranks {ranks} share GPU {gpu} (call torch.cuda.set_device with the local "
-                "rank, or give device= to parallelize)"
-            )

@@ -200,7 +200,7 @@ class Chunk:
                     self._seed(index, microbatch)
                 with saving(module, microbatch, stays) as kept:
                     value = run_recomputed(
-                        partial(module, **self._chosen(keywords, index)),
+                        partial(module, **chosen(keywords, self._names[index], self._compute)),
                         *cast(tensors_of(value), self._compute),
                         recompute=self._recompute if id(module) in recomputed else "none",
                         random=self._seed is not None,
@@ -308,13 +308,6 @@ class Chunk:
     def _exchanging(self, tokens: int) -> AbstractContextManager[None]:
         """Inside this context attention sees the tokens that other ranks have."""
         return nullcontext() if self._context is None else self._context.exchanging(tokens)
-
-    def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-        """Keyword inputs of a module, in the type that it computes in."""
-        if not keywords:
-            return {}
-        inputs = chosen(keywords, self._names[index])
-        return dict(zip(inputs, cast(list(inputs.values()), self._compute), strict=True))
 
     def _cast_leaving(self, value: Value) -> tuple[Tensor, ...]:
         """Outputs in the next stage's types, copied if they lie in parameters that are freed."""
