@@ -38,7 +38,7 @@ from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.engine.ranks.given_rows import GivenRows, RowsError
 from zeropp.engine.ranks.lanes import make_lanes
 from zeropp.engine.update.optimizer import Updater
-from zeropp.train import placing
+from zeropp.train import api
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.layout import InfeasibleError, Layout
 
@@ -265,7 +265,7 @@ def test_the_current_device_is_that_of_the_model() -> None:
     given = {"device_count": 2, "current_device": 1, "set_device": None}
     stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
     with backends(BOTH), mock.patch.multiple(torch.cuda, **stand_ins):
-        assert placing.device_of(None) == GPU
+        assert api.device_of(None) == GPU
         ParallelModel._check_ready(stand_in(engine=stand_in(lanes=stand_in(device=GPU))))
     assert stand_ins["set_device"].call_args_list == [mock.call(GPU)] * 2  # and in every thread
 

@@ -53,7 +53,7 @@ from zeropp.emulate.recorder import Recorder
 from zeropp.emulate.trace import Trace, trace_ranks
 from zeropp.emulate.world import replaced
 from zeropp.engine.engine import Engine
-from zeropp.engine.parameters.flat_layout import ALIGNMENT, FlatLayout, Partition, lay_out
+from zeropp.engine.parameters.flat_layout import ALIGNMENT, FlatLayout, lay_out
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.price import price_plan
@@ -162,7 +162,7 @@ def layouts(shards: int, rows: int, whole: tuple[str, ...] = ()) -> list[FlatLay
         for place, shape in enumerate(SHAPES)
     ]
     return [
-        lay_out(parameters, Partition(shard, shards, row, rows), whole)
+        lay_out(parameters, whole, shard=shard, shards=shards, row=row, rows=rows)
         for row in range(rows)
         for shard in range(shards)
     ]
@@ -214,7 +214,7 @@ def test_each_whole_parameter_is_updated_by_one_rank_and_the_others_in_parts(
 def test_whole_parameters_are_shared_out_by_size_and_every_buffer_begins_elsewhere() -> None:
     for layer, expected in (0, [80, 64]), (1, [64, 80]):
         parameters = [(((layer, str(n)),), (n,), "all") for n in (16, 64, 32, 32)]
-        spans = lay_out(parameters, Partition(0, 2), ["all"]).spans
+        spans = lay_out(parameters, ["all"], shards=2).spans
         assert [len(span) for span in spans] == expected
 
 

@@ -47,8 +47,7 @@ from tests.gloo.world import World, on_ranks
 from tests.unit.toy_spec import mapping
 from zeropp.engine.ranks.errors import gathered
 from zeropp.engine.settings import Settings
-from zeropp.engine.update.update_rules import clip_factor, norm_power
-from zeropp.engine.update.users_optimizer import GroupUse, uses_of
+from zeropp.engine.update.update_rules import GroupUse, clip_factor, norm_power, uses_of
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.training import OptimizerConfig
 

@@ -158,6 +158,20 @@ class Checkpointer:
             raise RuntimeError(f"{call}: a step is under way (call it between steps)")
         return self._engine.on_all_ranks(call, lambda: _state_of(self._engine))
 
+    def named(self, state: State) -> dict[str, Any]:
+        """A state as one dict: the names of the unsharded model, and beside them ``optimizer``,
+        ``steps_done``, ``skipped_steps`` and ``batches``, which cannot be names of parameters, as
+        these begin with a number."""
+        settings = {SETTINGS: state.settings} if state.settings else {}
+        optimizer: dict[str, Any] = {**state.optimizer, **settings}
+        return {
+            **state.model,
+            **({OPTIMIZER: optimizer} if optimizer else {}),
+            STEPS: torch.tensor(self._engine.steps_done),
+            SKIPPED: torch.tensor(int(self._engine.skipped_steps)),
+            BATCHES: self._engine.batches,
+        }
+
     def save(self, directory: Path | str) -> None:
         """As ``ParallelModel.save``, under the names that torch's ``save({"model": ...})`` gives.
         The file system is one that all ranks see.
@@ -169,7 +183,7 @@ class Checkpointer:
         may save to one name at once.) Where anything raises on one rank, every rank raises, and the
         last checkpoint is untouched. A directory with other files is refused.
         """
-        saved = {"model": self.state("save").named()}
+        saved = {"model": self.named(self.state("save"))}
         place = together(lambda: place_of(directory))
         partial = _beside(place, _WRITTEN)
         _on_first_rank(lambda: _make_empty(partial))
@@ -190,7 +204,7 @@ class Checkpointer:
                     f"{place}: {found}; it is of other layers or of another optimizer "
                     "(weights_only=True reads parameters and buffers alone)"
                 )
-            targets = state.named() | {SKIPPED: torch.tensor(0)}  # which old ones do not count
+            targets = self.named(state) | {SKIPPED: torch.tensor(0)}  # which old ones do not count
         planner = DefaultLoadPlanner(allow_partial_load=not weights_only)
         with torch.no_grad(), _one_line(place):
             state_dict_loader.load({"model": targets}, checkpoint_id=str(place), planner=planner)
@@ -388,9 +402,6 @@ class State:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     settings: dict[str, Settings]
-    steps_done: Tensor
-    skipped_steps: Tensor
-    batches: Batches
     kept: Sequence[Kept]
     states: list[OptimizerState]
 
@@ -398,17 +409,6 @@ class State:
         """What is saved of the layers and of their optimizer's state, by name."""
         kept = {f"{OPTIMIZER}.{name}": value for name, value in self.optimizer.items()}
         return {**self.model, **kept}
-
-    def named(self) -> dict[str, Any]:
-        """The state as one dict: the names of the unsharded model, and beside them ``optimizer``,
-        ``steps_done``, ``skipped_steps`` and ``batches``, which cannot be names of parameters, as
-        these begin with a number."""
-        optimizer: dict[str, Any] = {**self.optimizer}
-        if self.settings:
-            optimizer[SETTINGS] = self.settings
-        beside = {OPTIMIZER: optimizer} if optimizer else {}
-        counts = {STEPS: self.steps_done, SKIPPED: self.skipped_steps, BATCHES: self.batches}
-        return {**self.model, **beside, **counts}
 
 
 def _state_of(engine: Engine) -> State:
@@ -432,9 +432,6 @@ def _state_of(engine: Engine) -> State:
         model=model,
         optimizer=optimizer,
         settings=_settings_of(engine.updater, kept),
-        steps_done=torch.tensor(engine.steps_done),
-        skipped_steps=torch.tensor(int(engine.skipped_steps)),
-        batches=engine.batches,
         kept=kept,
         states=held,
     )

@@ -18,6 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.values import POSITIONS, said_of
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
@@ -36,7 +37,6 @@ from zeropp.types.literals import (
 from zeropp.types.training import OptimizerConfig
 
 if TYPE_CHECKING:
-    from zeropp.engine.layers.context import Context
     from zeropp.price.cluster import Cluster
 else:
     Cluster = object  # its module is loaded, and looks at the value, where there is one
@@ -203,8 +203,6 @@ class Settings(StepKnobs):
         """The ranks that divide sequences, for a walk over the layers."""
         if (size := self.layout.context) == 1:
             return None
-        from zeropp.engine.layers.context import Context
-
         return Context(
             size, packs=POSITIONS in self.sample_keywords, without_tokens=self.without_tokens
         )

@@ -38,10 +38,9 @@ from zeropp.engine.settings import Settings, read
 from zeropp.engine.update.optimizer import Updater
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of
 from zeropp.engine.walk import Layer, made_layer
-from zeropp.train.api import parallelize
+from zeropp.train.api import meet, parallelize
 from zeropp.train.one_process import OneProcess, apart, distances, parameters_of, wide
 from zeropp.train.parallel_model import ParallelModel
-from zeropp.train.placing import meet
 from zeropp.types.tolerances import BEGIN, EXACT, TOLERANCES
 from zeropp.types.training import difference
 
@@ -51,14 +50,6 @@ Outputs = dict[int, list[tuple[Tensor, ...]]]  # of layers, by their index, for 
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
 _FLOOR = 0.02  # a tensor's share of a mean tensor's gradient below which rounding is all of it
-_KEEPS = (
-    "what it keeps from one microbatch to the next (a parameter that it changes), or draws by "
-    "another generator than torch's, depends on which it has seen before"
-)
-_HOOKS = (
-    "a hook or function acts on a gradient, or a hook of the optimizer sees the shards of one "
-    "rank; a layer changes in place what others read"
-)
 
 
 class DifferenceError(RuntimeError):
@@ -338,8 +329,12 @@ class _Comparison:
             f"recompute={plan.recompute!r} runs its forward a second time, so that what it counts, "
             "draws by a generator of its own, or changes through .data or numpy is not as in the "
             "first": plan.recompute != "none",
-            _HOOKS: of_gradient,
-            _KEEPS: not of_gradient,
+            "a hook or function acts on a gradient, or a hook of the optimizer sees the shards of "
+            "one rank; a layer changes in place what others read": of_gradient,
+            "what it keeps from one microbatch to the next (a parameter that it changes), or draws "
+            "by another generator than torch's, depends on which it has seen before": (
+                not of_gradient
+            ),
         }
         return "; or ".join(text for text, may_be in causes.items() if may_be)
 

@@ -236,7 +236,7 @@ class ParallelModel:
         parameter has the unsharded shape and the values that this rank keeps, so any topology, or
         one process with a plain state dict, reads what another has written.
         """
-        return self._checkpointer.state().named()
+        return self._checkpointer.named(self._checkpointer.state())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or whole

@@ -22,7 +22,7 @@ from zeropp.engine.layers.values import keywords_of, said_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName, Settings
-from zeropp.engine.update.users_optimizer import GroupUse, uses_of
+from zeropp.engine.update.update_rules import GroupUse, uses_of
 from zeropp.engine.walk import Layer, LayerSizes, check_values, made_layer, walk
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan

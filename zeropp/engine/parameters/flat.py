@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.parameters.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
+from zeropp.engine.parameters.whole import WholeParameters
 from zeropp.engine.ranks.collectives import (
     DataGroups,
     all_gather_single,
@@ -41,7 +42,6 @@ from zeropp.engine.ranks.lanes import Lanes, Ticket
 
 if TYPE_CHECKING:
     from zeropp.engine.parameters.parts import GradientRoom
-    from zeropp.engine.parameters.whole import WholeParameters
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,6 @@ class FlatParameters:
                 for slot in layout.whole_slots()
             ]
         elif layout.spans:
-            from zeropp.engine.parameters.whole import WholeParameters
-
             assert groups.owners is not None
             self.whole = WholeParameters(layout, groups.owners, types.master, self.master.device)
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 from zlib import crc32
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.parameters.flat import FlatParameters
+from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import step_hooks
 from zeropp.engine.ranks.errors import ErrorBarrier
 from zeropp.engine.ranks.given_rows import checksum
@@ -31,9 +32,6 @@ from zeropp.engine.update.update_rules import (
 )
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
-
-if TYPE_CHECKING:
-    from zeropp.engine.parameters.tied import TiedWeights
 
 
 @dataclass
