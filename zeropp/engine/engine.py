@@ -91,9 +91,8 @@ class Engine:
             self._groups = make_groups(layout, device, timeout, undo, owners=owners)
             agree(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout, undo)
-            tied = None
-            if settings.tied is not None:
-                tied = TiedWeights(settings.tied, plan, self.flats, timeout, undo)
+            names = settings.tied
+            tied = TiedWeights(names, plan, self.flats, timeout, undo) if names else None
             self._copy = tied and tied.copy
             self.update = ParameterUpdate(
                 self.flats,
@@ -152,7 +151,6 @@ class Engine:
 
     @batches.setter
     def batches(self, done: Batches) -> None:
-        self.steps_done = sum(steps for steps, _ in done)
         self._earlier = done[:-1] if done[-1][1] == self._global_batch else done
 
     def agree(self, call: str, make: Callable[[], Microbatches]) -> Microbatches:
@@ -329,9 +327,7 @@ class Engine:
         _claimed.update(wanted)
         undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
         self.lanes = make_lanes(self._device, undo)
-        host = None
-        if plan.offloaded_stages:
-            host = HostMemory(self._device, undo)
+        host = HostMemory(self._device, undo) if plan.offloaded_stages else None
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._layout.context > 1:
             self.context = Context(
@@ -397,9 +393,12 @@ class Engine:
         flats = list(made)
         if plan.gradient_parts > 1 and (late := [flat for flat in flats if flat.deferred]):
             store.parts = GradientParts(late[::-1], room)
-        sent, offload = blocks[: plan.offloaded_per_stage[stage]], None
-        if host is not None and sent:
-            offload = Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
+        sent = blocks[: plan.offloaded_per_stage[stage]]
+        offload = (
+            Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
+            if host and sent
+            else None
+        )
         indices = list(layers)
         first = self._layout.dp_index(dist.get_rank()) * plan.num_microbatches
 

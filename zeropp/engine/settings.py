@@ -153,8 +153,7 @@ class Settings(StepKnobs):
             if not isinstance(value, Tensor):
                 raise InfeasibleError(f"sample_keywords: {name!r} must be a tensor [rows, ...]")
         if self.tied is not None:
-            first, second = sorted(self.tied)
-            object.__setattr__(self, "tied", (first, second))
+            object.__setattr__(self, "tied", tuple(sorted(self.tied)))
         if self.plan is not None:
             self._take_over(self.plan)
         _ = self.layout, self.hardware  # which raise where there is none

@@ -45,7 +45,6 @@ from zeropp.types.tolerances import BEGIN, EXACT, TOLERANCES
 from zeropp.types.training import difference
 
 T = TypeVar("T")
-_ENGINES = ("training", "early")  # which modules keep for torch and the engine
 Outputs = dict[int, list[tuple[Tensor, ...]]]  # of layers, by their index, for every microbatch
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
@@ -449,6 +448,8 @@ def _numbers(layer: nn.Module) -> dict[str, Tensor]:
         f"{path}.{name}".lstrip("."): torch.tensor(value, dtype=torch.float64)
         for path, part in layer.named_modules()
         for name, value in vars(part).items()
-        if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES
+        if isinstance(value, int | float)
+        and not name.startswith("_")
+        and name not in ("training", "early")
     }
     return {**numbers, **{name: one.detach() for name, one in layer.named_buffers()}}

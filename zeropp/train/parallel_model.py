@@ -208,13 +208,9 @@ class ParallelModel:
         named ``{layer}.{parameter}``; empty on the other ranks. A tied parameter is there under
         each of its names, as in a plain model's state dict. For models that fit into one machine's
         memory."""
-        own_part = self.engine.full_state()
-        if not self.plan.layout.is_first(dist.get_rank()):
-            own_part = {}
-        parts: list[dict[str, Tensor]] | None = None
-        if dist.get_rank() == 0:
-            parts = [{} for _ in range(dist.get_world_size())]
-        dist.gather_object(own_part, parts, dst=0)
+        rank, own_part = dist.get_rank(), self.engine.full_state()
+        parts: list[dict[str, Tensor]] | None = [{}] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(own_part if self.plan.layout.is_first(rank) else {}, parts, dst=0)
         return {name: value for part in parts or [] for name, value in part.items()}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

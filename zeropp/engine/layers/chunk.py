@@ -163,7 +163,6 @@ class Chunk:
         self.arriving, self.leaving, self.offload = arriving, leaving, offload
         self._lanes, self._store, self._recompute = lanes, store, recompute
         self._seed, self._compute, self._context = seed, compute, context
-        self._recomputed = {id(block) for block in recomputed}
         save_early(recomputed)
         self._names = names
         self._live: dict[int, _Live] = {}
@@ -190,7 +189,7 @@ class Chunk:
         value: Value = tuple(inputs)
         del inputs  # which the graph keeps, or sends away
         saving = self.offload.saving if self.offload and trains else lambda *_: nullcontext()
-        recomputed = self._recomputed if trains else ()
+        recomputed = self.recomputed if trains else ()
         losses = []
         with self._exchanging(tokens):
             for index, module in enumerate(self.modules):
@@ -200,7 +199,7 @@ class Chunk:
                     value = run_recomputed(
                         partial(module, **chosen(keywords, self._names[index], self._compute)),
                         *cast(tensors_of(value), self._compute),
-                        recompute=self._recompute if id(module) in recomputed else "none",
+                        recompute=self._recompute if module in recomputed else "none",
                         random=self._seed is not None,
                         kept=kept,
                     )
