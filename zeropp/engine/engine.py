@@ -87,8 +87,9 @@ class Engine:
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout, 7 + self._rows.count, undo)
-            owners = plan.step_end.gathers_whole
-            self._groups = make_groups(layout, device, timeout, undo, owners=owners)
+            self._groups = make_groups(
+                layout, device, timeout, undo, owners=plan.step_end.gathers_whole
+            )
             agree(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout, undo)
             names = settings.tied

@@ -83,8 +83,7 @@ class Loss:
         targets = batch.targets[microbatch]
         keywords = chosen(batch.keywords_of(microbatch), self.keywords)
         watched, self._unread = self._unread, {}
-        given = (id(output), id(targets))
-        owners = {key: owner for key, owner in watched.items() if key not in given}
+        owners = {k: one for k, one in watched.items() if k not in (id(output), id(targets))}
         with OperationWatch(owners, "loss_fn") if owners else nullcontext():
             loss: Any = self.function(output, targets, **keywords)
         if self.reduction != "tokens":

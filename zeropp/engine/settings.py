@@ -200,11 +200,8 @@ class Settings(StepKnobs):
     @cached_property
     def slicing(self) -> Context | None:
         """The ranks that divide sequences, for a walk over the layers."""
-        if (size := self.layout.context) == 1:
-            return None
-        return Context(
-            size, packs=POSITIONS in self.sample_keywords, without_tokens=self.without_tokens
-        )
+        size, packs = self.layout.context, POSITIONS in self.sample_keywords
+        return Context(size, packs=packs, without_tokens=self.without_tokens) if size > 1 else None
 
     @cached_property
     def hardware(self) -> Cluster | None:

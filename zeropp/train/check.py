@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import starmap
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from zeropp.engine.layers.values import (
     without_scalars,
 )
 from zeropp.engine.loss import Loss, LossFunction, Microbatches
-from zeropp.engine.ranks.errors import LostRankError, gathered, refusal
+from zeropp.engine.ranks.errors import LostRankError, T, gathered, refusal
 from zeropp.engine.settings import Settings, read
 from zeropp.engine.update.optimizer import Updater
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of
@@ -44,7 +44,6 @@ from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.tolerances import BEGIN, EXACT, TOLERANCES
 from zeropp.types.training import difference
 
-T = TypeVar("T")
 Outputs = dict[int, list[tuple[Tensor, ...]]]  # of layers, by their index, for every microbatch
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
