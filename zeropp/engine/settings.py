@@ -113,7 +113,9 @@ class Settings(StepKnobs):
     divided by the count of all of it. Scalars that layers give are added to what the function gives
     for the same microbatch: to its mean or to its sum."""
     sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
-    """The keyword inputs of the sample, by name, for their shapes; [rows, ...] each."""
+    """The keyword inputs of the sample, by name, for their shapes; [rows, ...] each. Where tokens
+    are divided (``context``, ``logits_slices``), so are those that are [rows, tokens, ...] here;
+    give [rows, 1, ...] what is as long by chance."""
     weights: Sequence[float] | None = None
     """The layers' relative costs; by default their durations on ``cluster``, or, without one,
     their numbers of parameters."""
