@@ -66,10 +66,11 @@ def as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     steps call no hooks, since no update is under way, in which they could clip; after it all is as
     before."""
     own, tensors = dict(vars(optimizer)), [x for g in optimizer.param_groups for x in g["params"]]
-    memo: dict[int, Any] = {id(one): one for one in (optimizer, *tensors)}
+    inner = [one for one in own.values() if isinstance(one, torch.optim.Optimizer)]
+    memo: dict[int, Any] = {id(one): one for one in (optimizer, *inner, *tensors)}
     for name, value in own.items():
         with suppress(Exception):  # what cannot be copied stays
-            setattr(optimizer, name, copy.deepcopy(value, memo))
+            vars(optimizer)[name] = copy.deepcopy(value, memo)
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
     try:
         with torch.random.fork_rng({one.device for one in tensors if one.is_cuda}):

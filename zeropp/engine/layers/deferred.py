@@ -298,8 +298,8 @@ def defer_weight_grads(
             kind: Any = type(module)  # hashable, which mypy does not see
             delaying = _delaying(kind)
             if delaying is None or (delaying.in_8_bits and not delays):
-                continue
-            weight: Any = module.weight  # which others may compute when it is read
+                continue  # without a look at its weight, which others may compute then
+            weight: Any = module.weight
             is_parameter = isinstance(weight, nn.Parameter)
             if is_parameter and weight.requires_grad and hooks_of(weight.register_hook):
                 continue  # autograd calls the hook

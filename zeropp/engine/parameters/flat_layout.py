@@ -144,9 +144,9 @@ def lay_out(
     part = size // shards
     own = part // rows
     owned = tuple(
-        ElementRange(begin, begin + own)
+        ElementRange(other * part + index * own, other * part + (index + 1) * own)
         for index in range(rows)
-        for begin in range(index * own, size, part)
+        for other in range(shards)
     )
     kept = ElementRange(shard * part, (shard + 1) * part)
     spans = tuple(starmap(ElementRange, pairwise(ends[:-1]))) if any(lists[1:]) else ()
