@@ -416,8 +416,7 @@ class _Comparison:
 
     def _raise_first(self) -> None:
         """Raise, on all ranks, what differs first on any."""
-        every = gathered(min(self._found, default=None))
-        if found := [one for one in every if one is not None]:
+        if found := [one for one in gathered(min(self._found, default=None)) if one is not None]:
             raise DifferenceError(min(found)[2])
 
 
