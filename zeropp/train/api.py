@@ -76,7 +76,8 @@ def parallelize(
         settings.sample_keywords,
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
-    model = ParallelModel(engine, planned, settings)
+    names = frozenset(settings.sample_keywords)
+    model = ParallelModel(engine, planned, names, settings.without_tokens)
     # At last, as layers of a call that failed can be given again: those that other ranks train are
     # NaN and without memory from now on, since their first values would look like trained ones.
     own = {id(parameter) for module in held.values() for parameter in module.parameters()}

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from zeropp.engine.checkpoint import Checkpointer
-    from zeropp.engine.settings import Settings
     from zeropp.train.stages import Planned
 
 
@@ -41,7 +40,15 @@ class ParallelModel:
     chosen or are defaults.
     """
 
-    def __init__(self, engine: Engine, planned: Planned, settings: Settings) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        planned: Planned,
+        keywords: frozenset[str],
+        without_tokens: frozenset[str],
+    ) -> None:
+        """``keywords`` are the names of the keyword inputs; those ``without_tokens`` have no number
+        per token."""
         plan, chosen, self._element_mfu = planned
         self.engine, self.plan = engine, plan
         self.summary = f"{describe(plan)}; {chosen}" if chosen else describe(plan)
@@ -50,7 +57,8 @@ class ParallelModel:
         rows = plan.num_microbatches * plan.microbatch_size
         first = rows * self.data_parallel_rank
         self.rows = slice(first, first + rows)
-        self._settings, self._has_looked = settings, False
+        self._keywords, self._without_tokens = keywords, without_tokens
+        self._has_looked = False
         self._save_to: Path | str | None = None
         self._stepped_at = 0.0  # when the last step returned
         self._calls = -1  # how many calls there had been by then
@@ -357,11 +365,10 @@ class ParallelModel:
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
         """The parts of a batch, after a check that all are tensors on the right devices."""
-        known, without_tokens = self._settings.sample_keywords, self._settings.without_tokens
-        if keyword_inputs.keys() != known.keys():
+        if set(keyword_inputs) != self._keywords:
             raise TypeError(
                 f"keyword inputs are {sorted(keyword_inputs)}, but parallelize got "
-                f"{sorted(known)} (sample_keywords)"
+                f"{sorted(self._keywords)} (sample_keywords)"
             )
         device = self.engine.lanes.device
         whole = {"inputs": inputs, "targets": targets, **keyword_inputs}
@@ -381,7 +388,7 @@ class ParallelModel:
             return Microbatches((), (), whole=whole)
         context, memory = self.engine.context, inputs.untyped_storage()
         for name, part in whole.items() if self.plan.logits_slices > 1 else ():
-            if name not in without_tokens and part.shape[1:2] != inputs.shape[1:2]:
+            if name not in self._without_tokens and part.shape[1:2] != inputs.shape[1:2]:
                 raise ValueError(
                     f"{name}: {tuple(part.shape)} are not divided as inputs {tuple(inputs.shape)} "
                     f"are, which logits_slices={self.plan.logits_slices} needs (take 1)"
