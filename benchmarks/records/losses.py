@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# How far a step's loss may be from the right one, relative to it. In fp32 the five contenders of
-# the measured peers were at most 1e-5 apart after 12 steps; in bf16 a contender was 4e-3 from one
-# process in the gate's steps, which are larger than a run's.
-BAND = {"fp32": 0.01, "bf16": 0.02, "fp8": 0.02}
+from zeropp.types.tolerances import TOLERANCES
 
 
 def beyond(losses: Sequence[float], right: Sequence[float], precision: str) -> str:
@@ -21,10 +18,10 @@ def beyond(losses: Sequence[float], right: Sequence[float], precision: str) -> s
         if not math.isfinite(loss):
             return f"step {step}: loss {loss} is not a finite number"
     for step, (loss, wanted) in enumerate(zip(losses, right, strict=False), start=1):
-        if not abs(loss - wanted) <= BAND[precision] * wanted:
+        if not abs(loss - wanted) <= TOLERANCES[precision].run * wanted:
             return (
                 f"step {step}: loss {loss:.4f}, but {wanted:.4f} is right (a run may differ by "
-                f"{BAND[precision]:.0%} in {precision})"
+                f"{TOLERANCES[precision].run:.0%} in {precision})"
             )
     return ""
 

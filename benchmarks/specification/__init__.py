@@ -7,11 +7,12 @@ a SpecError of one line. Read ``run_spec`` (the fields and their checks), ``comp
 """
 
 from zeropp.types.data import DATA
+from zeropp.types.tolerances import EXACT
 
 CONF = DATA / "conf"
 
 # ``measure.gate_tolerance`` by default; runs with another one are marked wherever they are shown.
-GATE_TOLERANCE = 1e-4
+GATE_TOLERANCE = EXACT
 
 # The types of published runs that have the products of a precision.
 DTYPES = {"fp32": ("fp32",), "bf16": ("bf16", "fp16"), "fp8": ("fp8", "mxfp8")}

@@ -49,11 +49,8 @@ Limits
     quantities are the loss, the gradient norm, and for each parameter and all of them together the
     update of one step: the L2 norm of its difference, and its scale, the part of the difference
     that points along the update. Rounding points anywhere, so that a scale of 1.01 is seen in
-    updates that bf16 rounds by 1 %. The factor is 3 for the norm of an update's many rounded
-    numbers in the first step in bf16, which is nearly the same for every order (docs/metrics.md has
-    what was measured). Otherwise it is 8: for single numbers, and for later steps, because what
-    rounding has moved along the steepest direction in the first one is a single number, too, by
-    which all later updates differ.
+    updates that bf16 rounds by 1 %. ``zeropp/types/tolerances.py`` has the factors, and says why
+    (docs/metrics.md has what was measured).
     After the first step, two runs in bf16 that round differently are as far from each other as
     from the run in fp32. So the distance to a reference in bf16 shows no more than that to the one
     in fp32; the references in bf16 say how far is too far.
@@ -98,6 +95,7 @@ from zeropp.train.one_process import Distances, apart, distances, wide
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.literals import Precision
 from zeropp.types.shape import ModelShape
+from zeropp.types.tolerances import TOLERANCES
 from zeropp.types.training import OptimizerConfig, Trainer
 
 STEPS = 3
@@ -106,10 +104,6 @@ _LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 reso
 MAX_PARAMETERS = 100_000_000
 MAX_STEPS = 50  # of a run whose losses are compared with one process's
 _SEQ = 64  # of a reduced model
-# How much further from the wider run a contender may be than one process with the run's types: by
-# default, and in bf16 in the norm of the first step's update.
-_FACTOR, _FIRST = 8, 3
-_ORDER = 2.0**-12  # of the update, that another order of microbatches may change in bf16
 _SAME = 2  # how often the distance of two runs of the same step may lie between two orders
 _NARROW = 2.0**-10  # of the update: what sums in bf16 do
 _HEADS = (64, 32, 16, 8)  # widths of a head in a reduced model: the largest that fits
@@ -346,7 +340,7 @@ def order_checks(
         trainer.step(*(part.roll(-first, dims=0) for part in rows))
         return torch.cat([(p - before[n]).flatten() for n, p in trainer.full_parameters()])
 
-    in_order, limit = update(0), spec.measure.gate_tolerance + _ORDER
+    in_order, limit = update(0), spec.measure.gate_tolerance + TOLERANCES[spec.precision].order
     error = max(gathered(_far(update(plan.microbatch_size), in_order)))
     if limit < error < math.inf:
         again = max(gathered(_far(update(0), in_order)))
@@ -441,6 +435,7 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Sequence[Distances]) 
     in bf16 also their scales."""
     words = f"({expected.optimizer.kind}, {spec.precision})"
     is_exact = spec.precision == "fp32"  # nothing is hidden there
+    allowed = TOLERANCES[spec.precision]
     seen, rounds = ([*map(_with_all, expected.sizes, of)] for of in (observed, expected.rounding))
     kinds: dict[str, list[GateCheck]] = {}
     for name, place in product(seen[0], (0, 1)):
@@ -449,9 +444,9 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Sequence[Distances]) 
             continue
         rounding = [one[name][place] for one in rounds]
         rounding = [one if one < math.inf else 0.0 for one in rounding]
-        limits = [spec.measure.gate_tolerance + _FACTOR * max(rounding)] * len(seen)
+        limits = [spec.measure.gate_tolerance + allowed.later * max(rounding)] * len(seen)
         if not (is_exact or is_number or place):
-            limits[0] = spec.measure.gate_tolerance + _FIRST * rounding[0]
+            limits[0] = spec.measure.gate_tolerance + allowed.first * rounding[0]
         errors = [one[name][place] for one in seen]
         errors = [one if one < _MOST else _MOST for one in errors]
         step = max(range(len(seen)), key=lambda i: errors[i] / limits[i])

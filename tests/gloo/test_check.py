@@ -191,6 +191,17 @@ class ByToken(nn.Module):
         return self.linear(x) * scale[..., None]  # type: ignore[no-any-return]
 
 
+class ByRow(nn.Module):
+    """Has a keyword input with a list of numbers per row, which may be as long as the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, listed: Tensor) -> Tensor:
+        return self.linear(x) * listed.sum(1)[:, None, None]  # type: ignore[no-any-return]
+
+
 class Handing(nn.Module):
     """Hands all that it takes to the layer inside."""
 
@@ -245,7 +256,10 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         inner = [Noisy(WIDTH, WIDTH)]
     elif kind in ("right", "norm", "refused"):
         inner = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))]
-    elif kind in ("begins", "fading", "update", "mixing head", "by token"):
+    elif (
+        kind in ("begins", "fading", "update", "mixing head", "by token", "dropping head")
+        or "listed" in kind
+    ):
         inner = []
     elif kind == "attention":  # which evaluations run by a kernel of its own in one process
         inner = [nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)]
@@ -279,6 +293,15 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         layers, loss = [*layers, ByToken()], weighted_sum
         degrees |= {"sample_keywords": {n: x[:2] for n, x in named.items()}}
         batches = [(*batch, named) for batch in batches]
+    elif kind in ("listed", "listed by chance"):  # as long as the sample, or as a batch
+        tokens = 4 if kind == "listed" else 6
+        named = {"listed": torch.rand(ROWS, tokens)}
+        layers, loss = [*layers, ByRow()], squares
+        degrees |= {"sample_keywords": {"listed": named["listed"][:2]}, "loss_reduction": "tokens"}
+        batches = [(*torch.randn(2, ROWS, tokens, WIDTH), named) for _ in range(2)]
+    elif kind == "dropping head":
+        layers, loss = [*layers, nn.Sequential(nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))], squares
+        degrees = {**degrees, "loss_reduction": "tokens"}
     elif kind == "mixing head":
         layers, loss = [*layers, Shift()], squares
         degrees = {**degrees, "loss_reduction": "tokens"}
@@ -315,6 +338,11 @@ def found(kind: str, degrees: dict[str, Any]) -> str:
         ("odd", {"context": 2, "logits_slices": 9}, "2 steps"),
         ("by token", {"pp": 2, "logits_slices": 3, "loss_reduction": "sum"}, "2 steps"),
         ("mixing head", {"pp": 2, "logits_slices": 2}, "layers[2]: gives another output"),
+        ("listed", {"pp": 2, "logits_slices": 2}, "is cut with them (listed): give one without"),
+        ("listed", {"context": 2}, "is cut with them (listed): give one without"),
+        ("listed by chance", {"pp": 2, "logits_slices": 2}, "2 steps"),
+        ("listed by chance", {"context": 2}, "2 steps"),
+        ("dropping head", {"pp": 2, "logits_slices": 2}, "logits_slices=2: layers[2] draws random"),
         ("right", {"pp": 2, "logits_slices": 2, "loss_reduction": "sum"}, "loss_fn: the loss is"),
         ("told", {"pp": 2, "unit": 2}, "layers[2]: gives another output"),
         ("raises", {"pp": 2, "unit": 2}, "raises ValueError on rank 1: nothing was told"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.nn import functional as F
 
 import zeropp
 from benchmarks.launch import local
@@ -26,7 +24,6 @@ from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.specification import SpecError
 from benchmarks.worker import __main__ as worker
-from tests.gloo.world import World
 from tests.unit.toy_spec import SWEEP, spec_of
 from zeropp.emulate import emulated
 from zeropp.emulate.world import fake_world
@@ -41,7 +38,7 @@ from zeropp.engine.ranks.collectives import connect_lazily
 from zeropp.engine.ranks.given_rows import GivenRows, RowsError
 from zeropp.engine.ranks.lanes import make_lanes
 from zeropp.engine.update.optimizer import Updater
-from zeropp.train import placing
+from zeropp.train import api
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.layout import InfeasibleError, Layout
 
@@ -123,48 +120,6 @@ def test_settings_are_set_where_nobody_has_set_them() -> None:
         check=True,
     )
     assert told.stdout.split() == ["EAGER", "9"]
-
-
-def shared(gpus: list[str], asked: str) -> str:
-    """What ``parallelize`` says on ranks that have these GPUs; the first rank asks for a GPU, and
-    the others for the device ``asked``."""
-    rank = dist.get_rank()
-    properties = SimpleNamespace(uuid=gpus[rank])
-    given: dict[str, Any] = {"is_available": True, "current_device": 0, "set_device": None}
-    given["get_device_properties"] = properties
-    stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
-    with (
-        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
-        mock.patch.multiple(torch.cuda, **stand_ins),
-        pytest.raises(InfeasibleError) as error,
-    ):
-        zeropp.parallelize([], F.mse_loss, sample=torch.zeros(1, 1), global_batch=1,
-                           device=asked if rank else "cuda")  # fmt: skip
-    return str(error.value)
-
-
-NOT_REFUSED = "pp=1 x shard=1 x replicate=1 = 1: must be the number of ranks, {}"
-
-
-def shared_on_purpose() -> str:
-    with mock.patch.dict(os.environ, NCCL_HOSTID=f"rank {dist.get_rank()}"):
-        return shared(["GPU-a"] * 3, "cuda")
-
-
-def test_ranks_that_pose_as_hosts_share_a_gpu(world: World) -> None:
-    """As with launcher.share_gpu."""
-    assert set(world.run(shared_on_purpose, size=3)) == {NOT_REFUSED.format(3)}
-
-
-def test_ranks_that_share_a_gpu_are_refused_on_all(world: World) -> None:
-    found = world.run(shared, ["GPU-a", "GPU-b", "GPU-a"], "cuda", size=3)
-    assert set(found) == {
-        f"device: ranks [0, 2] share GPU GPU-a of {socket.gethostname()} (call "
-        "torch.cuda.set_device with the local rank, or give device= to parallelize)"
-    }
-    for asked in ("cuda", "cpu"):  # also where only some ranks train on a GPU
-        found = world.run(shared, ["GPU-a", "GPU-a" if asked == "cpu" else "GPU-b"], asked, size=2)
-        assert set(found) == {NOT_REFUSED.format(2)}
 
 
 @pytest.mark.parametrize(
@@ -310,7 +265,7 @@ def test_the_current_device_is_that_of_the_model() -> None:
     given = {"device_count": 2, "current_device": 1, "set_device": None}
     stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
     with backends(BOTH), mock.patch.multiple(torch.cuda, **stand_ins):
-        assert placing.device_of(None) == GPU
+        assert api.device_of(None) == GPU
         ParallelModel._check_ready(stand_in(engine=stand_in(lanes=stand_in(device=GPU))))
     assert stand_ins["set_device"].call_args_list == [mock.call(GPU)] * 2  # and in every thread
 

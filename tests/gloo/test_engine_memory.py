@@ -38,8 +38,7 @@ from tests.gloo.cases import (
     local_microbatches,
     request,
 )
-from tests.gloo.models import error_of
-from tests.gloo.world import World, on_ranks
+from tests.gloo.world import World
 from tests.unit.simulated_task import cluster
 from zeropp.choose.layer_prices import (
     LayerPrices,
@@ -54,8 +53,7 @@ from zeropp.emulate.recorder import Recorder
 from zeropp.emulate.trace import Trace, trace_ranks
 from zeropp.emulate.world import replaced
 from zeropp.engine.engine import Engine
-from zeropp.engine.parameters.flat import FlatParameters, Gathering, Sharded, Unsharded
-from zeropp.engine.parameters.flat_layout import ALIGNMENT, FlatLayout, Partition, lay_out
+from zeropp.engine.parameters.flat_layout import ALIGNMENT, FlatLayout, lay_out
 from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.walk import LayerSizes, walk
 from zeropp.price import price_plan
@@ -154,27 +152,6 @@ def test_chunks_are_gathered_and_reduced_as_planned(world: World) -> None:
         assert large.gradients < once.gradients
 
 
-@on_ranks(2)
-def test_a_buffer_is_used_and_freed_only_after_its_gather() -> None:
-    """The order is a step's, except what is refused."""
-    flat = build_model_of(Case(pp=1, shard=2)).engine.flats[0]
-    missing = "RuntimeError: parameters are used or freed without being gathered"
-    twice = "RuntimeError: parameters are gathered while they are gathered already"
-    for call, state, said in (
-        (FlatParameters.wait, Sharded, missing),
-        (FlatParameters.reshard, Sharded, missing),
-        (FlatParameters.unshard, Gathering, ""),
-        (FlatParameters.unshard, Gathering, twice),
-        (FlatParameters.wait, Unsharded, ""),
-        (FlatParameters.wait, Unsharded, ""),  # of the next microbatch
-        (FlatParameters.unshard, Unsharded, twice),
-        (FlatParameters.reshard, Sharded, ""),
-        (FlatParameters.unshard, Gathering, ""),
-        (FlatParameters.reshard, Sharded, ""),
-    ):
-        assert (error_of(partial(call, flat)), type(flat.state)) == (said, state)
-
-
 SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (31,)]
 
 
@@ -185,7 +162,7 @@ def layouts(shards: int, rows: int, whole: tuple[str, ...] = ()) -> list[FlatLay
         for place, shape in enumerate(SHAPES)
     ]
     return [
-        lay_out(parameters, Partition(shard, shards, row, rows), whole)
+        lay_out(parameters, whole, shard=shard, shards=shards, row=row, rows=rows)
         for row in range(rows)
         for shard in range(shards)
     ]
@@ -237,7 +214,7 @@ def test_each_whole_parameter_is_updated_by_one_rank_and_the_others_in_parts(
 def test_whole_parameters_are_shared_out_by_size_and_every_buffer_begins_elsewhere() -> None:
     for layer, expected in (0, [80, 64]), (1, [64, 80]):
         parameters = [(((layer, str(n)),), (n,), "all") for n in (16, 64, 32, 32)]
-        spans = lay_out(parameters, Partition(0, 2), ["all"]).spans
+        spans = lay_out(parameters, ["all"], shards=2).spans
         assert [len(span) for span in spans] == expected
 
 

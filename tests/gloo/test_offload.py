@@ -31,7 +31,8 @@ def trained(case: Case) -> tuple[list[Tensor], int]:
     numbers: list[Any] = []
     for step in range(2):
         result = engine.step(local_microbatches(case, step))
-        numbers += [result.loss, result.grad_norm, engine.evaluate(local_microbatches(case, 3))[0]]
+        batch = engine.agree("eval_step", lambda: local_microbatches(case, 3))
+        numbers += [result.loss, result.grad_norm, engine.evaluate(batch)[0]]
     numbers += [value.clone() for _, value in engine.full_gradients()]
     numbers += [value for _, value in engine.full_parameters()]
     stored = engine.interpreter.counters().get("store", 0)

@@ -47,8 +47,7 @@ from tests.gloo.world import World, on_ranks
 from tests.unit.toy_spec import mapping
 from zeropp.engine.ranks.errors import gathered
 from zeropp.engine.settings import Settings
-from zeropp.engine.update.update_rules import clip_factor, norm_power
-from zeropp.engine.update.users_optimizer import GroupUse, uses_of
+from zeropp.engine.update.update_rules import GroupUse, clip_factor, norm_power, uses_of
 from zeropp.train.parallel_model import ParallelModel
 from zeropp.types.training import OptimizerConfig
 
@@ -283,6 +282,36 @@ class Noting(torch.optim.SGD):
         super().step()
         for one in self.param_groups[0]["params"]:
             self.state[one].setdefault("steps", []).append(1)
+
+
+class Slowing(torch.optim.SGD):
+    """Makes smaller steps with every step, which it notes in a list of its own."""
+
+    noted: list[int]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        self.noted.append(1)
+        (group,) = self.param_groups
+        group["lr"] = 0.1 / len(self.noted)
+        super().step()
+
+
+def slowing(groups: Groups) -> torch.optim.Optimizer:
+    optimizer = Slowing(groups["all"], lr=0.1)
+    optimizer.noted = []
+    return optimizer
+
+
+@on_ranks(1)
+def test_a_state_before_the_first_step_changes_nothing() -> None:
+    found = []
+    for asks in (False, True):
+        with built(optimizer=slowing) as model:
+            if asks:
+                model.state_dict()
+            found.append(steps(model, 0, 1, 2))
+    assert found[0] == found[1]
 
 
 class Around(torch.optim.Optimizer):

@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         for saved in {*kinds} - {name}:
             with built(optimizer=make) as model:
                 said = error_of(partial(model.load, tmp_path / saved))
-                assert "so that it is of another optimizer (weights_only=True" in said, said
+                assert "or of another optimizer (weights_only=True" in said, said
                 assert model.optimizer.param_groups[0]["lr"] == 0.1
                 model.load(tmp_path / saved, weights_only=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -172,15 +171,6 @@ def wrong_calls(rank: int) -> list[tuple[str, dict[str, Any]]]:
             "optimizer: ranks differ: rank 0 has",
             {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
         ),
-        (
-            "loss_fn: ranks differ: rank 0 has L1Loss() where rank 1 has MSELoss()",
-            {"loss_fn": nn.MSELoss() if rank else nn.L1Loss()},
-        ),
-        (
-            "loss_fn: ranks differ: rank 0 has",
-            {"loss_fn": partial(F.smooth_l1_loss, beta=1.0 + rank)},
-        ),
-        ("loss_fn: ranks differ: rank 0 has", {"loss_fn": F.l1_loss if rank else F.mse_loss}),
         (
             "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
             {"layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)), "recompute": "selective"},

@@ -62,7 +62,6 @@ def _reshard_at_once(self: Any) -> None:
     if not self._resident:
         self._row_gathers.clear()
         self._storage.resize_(0)
-        self.state = flat_module.Sharded()
 
 
 @contextmanager
@@ -86,14 +85,14 @@ def _arrived_at_once(self: Any, op: Any, key: Any, local: Any, step: Any) -> Any
 def _unshard_at_once(self: Any) -> None:
     if not self._resident:
         self._storage.resize_(self.layout.size * self._buffer.element_size())
-        self.state = flat_module.Gathering(self._lanes.gather.run(self._gather))
+        self._gather_begun = self._lanes.gather.run(self._gather)
 
 
 def _wait_for_gather_alone(self: Any) -> None:
-    if isinstance(self.state, flat_module.Gathering):
-        self.state.gather.wait()
+    if self._gather_begun is not None:
+        self._gather_begun.wait()
         self._row_gathers.clear()
-        self.state = flat_module.Unsharded()
+        self._gather_begun = None
 
 
 @contextmanager
@@ -139,7 +138,7 @@ def _unshard_in_the_lane(self: Any) -> None:
         self._storage.resize_(self.layout.size * self._buffer.element_size())
         self._gather()
 
-    self.state = flat_module.Gathering(self._lanes.gather.run(work, tuple(self._row_gathers)))
+    self._gather_begun = self._lanes.gather.run(work, tuple(self._row_gathers))
 
 
 def _room_at_once(self: Any, flat: FlatParameters) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,11 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -156,6 +158,20 @@ class Checkpointer:
             raise RuntimeError(f"{call}: a step is under way (call it between steps)")
         return self._engine.on_all_ranks(call, lambda: _state_of(self._engine))
 
+    def named(self, state: State) -> dict[str, Any]:
+        """A state as one dict: the names of the unsharded model, and beside them ``optimizer``,
+        ``steps_done``, ``skipped_steps`` and ``batches``, which cannot be names of parameters, as
+        these begin with a number."""
+        settings = {SETTINGS: state.settings} if state.settings else {}
+        optimizer: dict[str, Any] = {**state.optimizer, **settings}
+        return {
+            **state.model,
+            **({OPTIMIZER: optimizer} if optimizer else {}),
+            STEPS: torch.tensor(self._engine.steps_done),
+            SKIPPED: torch.tensor(int(self._engine.skipped_steps)),
+            BATCHES: self._engine.batches,
+        }
+
     def save(self, directory: Path | str) -> None:
         """As ``ParallelModel.save``, under the names that torch's ``save({"model": ...})`` gives.
         The file system is one that all ranks see.
@@ -167,7 +183,7 @@ class Checkpointer:
         may save to one name at once.) Where anything raises on one rank, every rank raises, and the
         last checkpoint is untouched. A directory with other files is refused.
         """
-        saved = {"model": self.state("save").named()}
+        saved = {"model": self.named(self.state("save"))}
         place = together(lambda: place_of(directory))
         partial = _beside(place, _WRITTEN)
         _on_first_rank(lambda: _make_empty(partial))
@@ -180,31 +196,30 @@ class Checkpointer:
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """As ``ParallelModel.load``. Settings of optimizer groups that the checkpoint does not have
         stay as they are; one that does not count skipped steps has none."""
-        state = self.state("load")
-        place = checked(directory)
-        known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
-        targets = dict(state.model) if weights_only else state.named()
+        state, place = self.state("load"), checked(directory)
+        targets: dict[str, Any] = dict(state.model)
         if not weights_only:
-            _check_known(state, known, place)
-            group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
-            settings = {n: values for n, values in state.settings.items() if group(n) in known}
-            targets |= {OPTIMIZER: state.optimizer | ({SETTINGS: settings} if settings else {})}
-            for name in (SKIPPED, BATCHES):
-                if f"model.{name}" not in known:
-                    targets.pop(name)
+            if found := _difference(state.tensors(), together(lambda: _shapes_in(place))):
+                raise CheckpointError(
+                    f"{place}: {found}; it is of other layers or of another optimizer "
+                    "(weights_only=True reads parameters and buffers alone)"
+                )
+            targets = self.named(state) | {SKIPPED: torch.tensor(0)}  # which old ones do not count
+        planner = DefaultLoadPlanner(allow_partial_load=not weights_only)
         with torch.no_grad(), _one_line(place):
-            state_dict_loader.load({"model": targets}, checkpoint_id=str(place))
+            state_dict_loader.load({"model": targets}, checkpoint_id=str(place), planner=planner)
         self._take_over(state, targets)
 
     def load_named(self, saved: Mapping[str, Any]) -> None:
         """As ``ParallelModel.load_state_dict``."""
         state = self.state()
         saved = together(lambda: dict(saved))
-        held, offered = dict(state.model), {n: v for n, v in saved.items() if n not in _BESIDE}
+        held, offered = state.model, {n: v for n, v in saved.items() if n not in _BESIDE}
         if optimizer := _kept_of(saved):
-            held |= {f"{OPTIMIZER}.{name}": value for name, value in state.optimizer.items()}
+            held = state.tensors()
             offered |= {f"{OPTIMIZER}.{name}": value for name, value in optimizer.items()}
-        _check_offered(held, offered)
+        if found := _difference(held, offered):
+            raise ValueError(f"load_state_dict: {found}")
         together(lambda: _copy(held, offered))
         self._take_over(state, saved)
 
@@ -387,22 +402,13 @@ class State:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     settings: dict[str, Settings]
-    steps_done: Tensor
-    skipped_steps: Tensor
-    batches: Batches
     kept: Sequence[Kept]
     states: list[OptimizerState]
 
-    def named(self) -> dict[str, Any]:
-        """The state as one dict: the names of the unsharded model, and beside them ``optimizer``,
-        ``steps_done``, ``skipped_steps`` and ``batches``, which cannot be names of parameters, as
-        these begin with a number."""
-        optimizer: dict[str, Any] = {**self.optimizer}
-        if self.settings:
-            optimizer[SETTINGS] = self.settings
-        beside = {OPTIMIZER: optimizer} if optimizer else {}
-        counts = {STEPS: self.steps_done, SKIPPED: self.skipped_steps, BATCHES: self.batches}
-        return {**self.model, **beside, **counts}
+    def tensors(self) -> dict[str, Tensor]:
+        """What is saved of the layers and of their optimizer's state, by name."""
+        kept = {f"{OPTIMIZER}.{name}": value for name, value in self.optimizer.items()}
+        return {**self.model, **kept}
 
 
 def _state_of(engine: Engine) -> State:
@@ -426,28 +432,20 @@ def _state_of(engine: Engine) -> State:
         model=model,
         optimizer=optimizer,
         settings=_settings_of(engine.updater, kept),
-        steps_done=torch.tensor(engine.steps_done),
-        skipped_steps=torch.tensor(int(engine.skipped_steps)),
-        batches=engine.batches,
         kept=kept,
         states=held,
     )
 
 
-def _check_known(state: State, saved: Collection[str], place: Path) -> None:
-    """Refuse a checkpoint with names that no rank has, or without one's; collective."""
-    optimizer = f"{OPTIMIZER}."
-    own = {*state.model, *(f"{optimizer}{name}" for name in state.optimizer)}
-    known, beside = set().union(*gathered(own)), (f"{optimizer}{SETTINGS}.", *_BESIDE[1:])
-    names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
-    names = {name for name in names if not name.startswith(beside)}
-    for name in sorted(names ^ known):
-        has, has_not = ("it", "the model") if name in names else ("the model", "it")
-        kind = "optimizer" if name.startswith(optimizer) else "layers"
-        raise CheckpointError(
-            f"{place}: {has} has {name}, but {has_not} has nothing of that name, so that it is of "
-            f"another {kind} (weights_only=True reads the parameters and buffers that both have)"
-        )
+def _shapes_in(place: Path) -> dict[str, Tensor]:
+    """Tensors without values, like those of layers and of an optimizer's state in a checkpoint."""
+    known = FileSystemReader(place).read_metadata().state_dict_metadata
+    tensors = {n: one for n, one in known.items() if isinstance(one, TensorStorageMetadata)}
+    return {
+        name.removeprefix("model."): torch.empty(one.size, device="meta")
+        for name, one in tensors.items()
+        if name.startswith("model.") and name.removeprefix("model.") not in _BESIDE
+    }
 
 
 def _settings_of(updater: Updater, kept: Sequence[Kept]) -> dict[str, Settings]:
@@ -529,8 +527,9 @@ def _keys(slot: Slot) -> Iterator[str]:
         yield f"{piece}.{name}"
 
 
-def _check_offered(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> None:
-    """Raise the same ValueError on every rank where something on one of them cannot be copied."""
+def _difference(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> str:
+    """Why something on a rank cannot take what it is offered, or is offered something that no rank
+    has; the same on every rank, and empty if nothing is wrong. Collective."""
     first = next(
         (f"{n}: {why}" for n, target in held.items() if (why := _problem(target, n, offered))), ""
     )
@@ -541,7 +540,8 @@ def _check_offered(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> No
         if unknown is not None:
             problem = problem or f"{unknown}: the model has nothing of that name"
         if problem:
-            raise ValueError(f"load_state_dict: {problem} (on rank {rank})")
+            return f"{problem} (on rank {rank})"
+    return ""
 
 
 def _problem(target: Tensor, name: str, offered: Mapping[str, Any]) -> str:

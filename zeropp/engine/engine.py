@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -17,11 +16,14 @@ from torch import Tensor, nn
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.layers.chunk import Chunk, seed_piece
+from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.layers.offload import HostMemory, Offload
 from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.parameters.parts import GradientParts, GradientRoom
+from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.ranks.collectives import Channels, make_groups, neighbours
 from zeropp.engine.ranks.cuda_settings import check_cuda
@@ -37,10 +39,6 @@ from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import StepResult
-
-if TYPE_CHECKING:
-    from zeropp.engine.layers.context import Context
-    from zeropp.engine.layers.offload import HostMemory
 
 _CLOSED = "this model was closed (create a new model, and load a checkpoint)"
 Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
@@ -62,6 +60,8 @@ class Engine:
     _head: SlicedHead | None = None  # what runs the last layer and the loss, if they are in slices
     signal = agreed_signal = 0  # that this rank, and that any rank, has been sent
     elements = 0  # of the inputs of the last batch, over all data-parallel ranks
+    # Of the last evaluation: the rows and the microbatches of every rank.
+    _counts: tuple[Sequence[int], Sequence[int]]
 
     def __init__(
         self,
@@ -86,16 +86,14 @@ class Engine:
         self._draws = settings.dropout_seed is not None
         timeout = settings.timeout or default_timeout(device)
         with ExitStack() as undo:
-            self.barrier = ErrorBarrier(timeout, 5 + self._rows.count, undo)
-            owners = plan.step_end.gathers_whole
-            self._groups = make_groups(layout, device, timeout, undo, owners=owners)
+            self.barrier = ErrorBarrier(timeout, 7 + self._rows.count, undo)
+            self._groups = make_groups(
+                layout, device, timeout, undo, owners=plan.step_end.gathers_whole
+            )
             agree(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout, undo)
-            tied = None
-            if settings.tied is not None:
-                from zeropp.engine.parameters.tied import TiedWeights
-
-                tied = TiedWeights(settings.tied, plan, self.flats, timeout, undo)
+            names = settings.tied
+            tied = TiedWeights(names, plan, self.flats, timeout, undo) if names else None
             self._copy = tied and tied.copy
             self.update = ParameterUpdate(
                 self.flats,
@@ -124,7 +122,6 @@ class Engine:
                 channels=self._channels,
                 loss=loss,
                 head=self._head,
-                barrier=self.barrier,
                 world=self._groups.world,
                 context=self.context,
             )
@@ -155,7 +152,6 @@ class Engine:
 
     @batches.setter
     def batches(self, done: Batches) -> None:
-        self.steps_done = sum(steps for steps, _ in done)
         self._earlier = done[:-1] if done[-1][1] == self._global_batch else done
 
     def agree(self, call: str, make: Callable[[], Microbatches]) -> Microbatches:
@@ -180,14 +176,18 @@ class Engine:
                 asked,
                 any(flat.is_stale for flat in self.flats),
                 sum(part.numel() for part in batch.inputs),
+                sum(map(len, batch.inputs)),
+                len(batch.inputs),
                 *self._rows.numbers(call, batch.whole),
             ],
         )
-        digests = [digest for digest, *_ in numbers]
-        self.agreed_signal = max(sent for _, _, sent, *_ in numbers)
-        self.elements = sum(own[4] for own in numbers) // self._layout.pp
+        digests, settings, signals, stale, elements, rows, microbatches, *sums = zip(
+            *numbers, strict=True
+        )
+        self.agreed_signal = max(signals)
+        self.elements = sum(elements) // self._layout.pp
         if call == "train_step":
-            if others := [r for r, own in enumerate(numbers) if own[1] != numbers[0][1]]:
+            if others := [r for r, own in enumerate(settings) if own != settings[0]]:
                 raise ValueError(
                     f"train_step: the optimizer of ranks {others} has other settings than that of "
                     f"rank 0 (a learning rate, for example; here {self.updater.described()}): set "
@@ -199,10 +199,13 @@ class Engine:
                         f"train_step: ranks {list(ranks)}, which are one pipeline, were given "
                         "inputs of different shapes"
                     )
-        self._rows.check(call, [sums for _, _, _, _, _, *sums in numbers])
-        if any(is_stale for _, _, _, is_stale, *_ in numbers):
+        self._rows.check(call, [*zip(*sums, strict=True)])
+        if any(stale):
             self.update.gather_updated()
         if call != "train_step":
+            if not any(rows):
+                raise RowsError("inputs: no rank was given any rows")
+            self._counts = rows, microbatches
             return batch
         self._rows.begin(batch.whole)
         digest, given = digests[dist.get_rank()], set(enumerate(digests))
@@ -234,10 +237,10 @@ class Engine:
         return self.barrier.run(call, checked)[0]
 
     def evaluate(self, batch: Microbatches, outputs: Outputs | None = None) -> tuple[float, Value]:
-        """The loss of a batch without training on it, and its outputs; see ``Evaluator.run``."""
-        counts = self._evaluator.agree(batch)
+        """The loss of a batch, on which all have just agreed, without training on it, and its
+        outputs; see ``Evaluator.run``."""
         with self._usable_unless_it_fails():
-            return self._evaluator.run(batch, *counts, outputs)
+            return self._evaluator.run(batch, *self._counts, outputs)
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
@@ -325,21 +328,16 @@ class Engine:
         _claimed.update(wanted)
         undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
         self.lanes = make_lanes(self._device, undo)
-        host = None
-        if plan.offloaded_stages:
-            from zeropp.engine.layers.offload import HostMemory
-
-            host = HostMemory(self._device, undo)
+        host = HostMemory(self._device, undo) if plan.offloaded_stages else None
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._layout.context > 1:
-            from zeropp.engine.layers.context import Context
-
             self.context = Context(
                 self._layout.context,
                 self._layout.coordinates(dist.get_rank())["context"],
                 self._groups.context,
                 positions=any(POSITIONS in layer.names for layer in sizes),
                 packs=POSITIONS in settings.sample_keywords,
+                without_tokens=settings.without_tokens,
             )
         splits = any(action.op is Op.BACKWARD_INPUT for action in plan.schedule.programs[pp])
         room = GradientRoom(self.lanes)
@@ -396,11 +394,12 @@ class Engine:
         flats = list(made)
         if plan.gradient_parts > 1 and (late := [flat for flat in flats if flat.deferred]):
             store.parts = GradientParts(late[::-1], room)
-        sent, offload = blocks[: plan.offloaded_per_stage[stage]], None
-        if host is not None and sent:
-            from zeropp.engine.layers.offload import Offload
-
-            offload = Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
+        sent = blocks[: plan.offloaded_per_stage[stage]]
+        offload = (
+            Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
+            if host and sent
+            else None
+        )
         indices = list(layers)
         first = self._layout.dp_index(dist.get_rank()) * plan.num_microbatches
 
@@ -419,7 +418,7 @@ class Engine:
         if plan.logits_slices > 1 and max(ends) in layers:
             last = layers.pop(max(ends))
             head = made_of([last], store=WeightGradStore(), names=[sizes[-1].names])
-            self._head = SlicedHead(head, self.loss, plan.logits_slices)
+            self._head = SlicedHead(head, self.loss, plan.logits_slices, settings.without_tokens)
         return made_of(
             list(layers.values()),
             store=store,

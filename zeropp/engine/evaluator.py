@@ -6,24 +6,21 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.layers.chunk import Chunk, forked_generators, shown
+from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
-from zeropp.engine.ranks.errors import ErrorBarrier, gathered, refusal, together
-from zeropp.engine.ranks.given_rows import RowsError
+from zeropp.engine.ranks.errors import gathered, refusal, together
 from zeropp.engine.sliced_head import SlicedHead
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import Layout
-
-if TYPE_CHECKING:
-    from zeropp.engine.layers.context import Context
 
 Outputs = Callable[[Any], Value]  # of what the model gives for a microbatch
 Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
@@ -47,14 +44,12 @@ class Evaluator:
         channels: Channels,
         loss: Loss,
         head: SlicedHead | None,
-        barrier: ErrorBarrier,
         world: dist.ProcessGroup | None,
         context: Context | None = None,
     ) -> None:
         self._schedule, self._layout = schedule, layout
         self.chunks, self._channels = dict(sorted(chunks.items())), channels
-        self._loss, self._barrier, self._context = loss, barrier, context
-        self._head = head
+        self._loss, self._head, self._context = loss, head, context
         self._roots = [module for chunk in chunks.values() for module in chunk.modules]
         self._roots += head.modules if head else ()
         again = [root for chunk in chunks.values() for root in chunk.recomputed]
@@ -63,13 +58,18 @@ class Evaluator:
         self._last, self._world = schedule.num_stages - 1, world
 
     def run(
-        self, batch: Microbatches, rounds: int, all_rows: int, outputs: Outputs | None
+        self,
+        batch: Microbatches,
+        all_rows: Sequence[int],
+        microbatches: Sequence[int],
+        outputs: Outputs | None,
     ) -> tuple[float, Value]:
         """The loss over the batches of all ranks: the mean over their rows, the sum, or the sum
-        over the count; it is 0 without targets. ``rounds`` and ``all_rows`` are what ``agree``
-        gives. With ``outputs`` also what that makes of what the model gives for this rank's
-        rows."""
+        over the count; it is 0 without targets. ``all_rows`` and ``microbatches`` are how many
+        every rank has. With ``outputs`` also what that makes of what the model gives for this
+        rank's rows."""
         rows = [len(part) for part in batch.inputs]
+        rounds = -(-max(microbatches) // self._schedule.unit)  # of all, as gathers are collective
         is_mean = self._loss.reduction == "mean"
         sums = torch.zeros(2, dtype=torch.float64, device=self._channels.device)
         given: list[Value] = []
@@ -94,22 +94,9 @@ class Evaluator:
         value: Value = () if outputs is None else self._on_pipeline(given)
         dist.all_reduce(sums, group=self._world)
         total, count = sums.tolist()
-        divisor = {"tokens": count, "mean": all_rows, "sum": 1}[self._loss.reduction]
+        total_rows = sum(all_rows[pipeline[0]] for pipeline in self._layout.pipelines())
+        divisor = {"tokens": count, "mean": total_rows, "sum": 1}[self._loss.reduction]
         return total / divisor if divisor else math.nan, value
-
-    def agree(self, batch: Microbatches) -> tuple[int, int]:
-        """(the number of units that every rank runs, as gathers are collective; the rows of all
-        ranks).
-
-        Raises RowsError on every rank if no rank has any rows.
-        """
-        rows = sum(len(part) for part in batch.inputs)
-        counts = self._barrier.exchange([rows, len(batch.inputs)])
-        all_rows, all_microbatches = zip(*counts, strict=True)
-        total = sum(all_rows[pipeline[0]] for pipeline in self._layout.pipelines())
-        if not total:
-            raise RowsError("inputs: no rank was given any rows")
-        return -(-max(all_microbatches) // self._schedule.unit), total
 
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
@@ -254,34 +241,29 @@ def unchanged(
     roots: Iterable[nn.Module], device: torch.device, apart: Collection[nn.Module] = ()
 ) -> Iterator[None]:
     """Afterwards modules have the modes of before and, except for those ``apart``, the buffers and
-    numbers, also those in tensors; torch, Python and numpy draw as before."""
-    modules = {part: part in apart for root in roots for part in root.modules()}
-    numbers = [
-        {k: v for k, v in vars(module).items() if _is_number(v) and not is_apart}
-        | {"training": module.training}
-        for module, is_apart in modules.items()
-    ]
-    buffers = [(dict(one._buffers), one._buffers) for one in modules if not modules[one]]
-    tensors = [x for own in (*numbers, *(own for own, _ in buffers)) for x in own.values()]
-    values = [(x, x.clone()) for x in tensors if isinstance(x, Tensor)]
+    all other attributes, with the values of buffers and numbers; torch, Python and numpy draw as
+    before."""
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes or buffers, and as before
+    values: list[tuple[Tensor, Tensor]] = []
+    for part in {part: None for root in roots for part in root.modules()}:
+        own = vars(part)
+        if part in apart:
+            kept.append((own, {"training": part.training}))
+            continue
+        for held in (own, own["_buffers"]):
+            kept.append((held, dict(held)))
+            tensors = [x for x in held.values() if isinstance(x, Tensor)]
+            values += [(x, x.clone()) for x in tensors if held is not own or not x.dim()]
     with forked_generators(device):
         try:
             yield
         finally:
-            for module, own in zip(modules, numbers, strict=True):
-                vars(module).update(own)
-            for before, held in buffers:
+            for held, before in kept:
                 held.update(before)
             with torch.no_grad():
-                for value, kept in values:
+                for value, number in values:
                     if 0 not in value.stride():  # else nothing can write to it
-                        value.copy_(kept)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return not value.dim() and not value.requires_grad
-    return isinstance(value, int | float | complex)
+                        value.copy_(number)
 
 
 def _shapes(tensors: Tensors) -> list[TensorShape]:

@@ -83,8 +83,7 @@ class Loss:
         targets = batch.targets[microbatch]
         keywords = chosen(batch.keywords_of(microbatch), self.keywords)
         watched, self._unread = self._unread, {}
-        given = (id(output), id(targets))
-        owners = {key: owner for key, owner in watched.items() if key not in given}
+        owners = {k: one for k, one in watched.items() if k not in (id(output), id(targets))}
         with OperationWatch(owners, "loss_fn") if owners else nullcontext():
             loss: Any = self.function(output, targets, **keywords)
         if self.reduction != "tokens":
@@ -146,16 +145,14 @@ class _InSlices(torch.autograd.Function):
                 made.copy_(torch.autograd.grad(loss, part)[0])
             losses.append(loss.detach())
         ctx.save_for_backward(gradient)
-        ctx.is_spent = False
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.is_spent or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                "loss_fn: in slices of the tokens a loss has one backward, without create_graph "
-                "(compute it again, or take F.cross_entropy)"
+                "loss_fn: in slices of the tokens a loss has no gradient of its gradient (take "
+                "F.cross_entropy)"
             )
-        ctx.is_spent = True
-        (gradient,) = ctx.saved_tensors
+        (gradient,) = ctx.saved_tensors  # which torch refuses to give again, once it has changed
         return gradient.mul_(grad), None, None

@@ -7,9 +7,8 @@ works without each.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -63,19 +62,19 @@ def step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
 
 @contextmanager
 def as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside this context a step of the optimizer calls no hooks, since no update is under way, in
-    which they could clip; after it the optimizer, its groups and its state are as before it."""
-    own, groups = dict(vars(optimizer)), [dict(group) for group in optimizer.param_groups]
-    devices = {one.device for group in groups for one in group["params"] if one.is_cuda}
+    """Inside this context the optimizer has copies of all that it keeps beside its tensors, and its
+    steps call no hooks, since no update is under way, in which they could clip; after it all is as
+    before."""
+    own, tensors = dict(vars(optimizer)), [x for g in optimizer.param_groups for x in g["params"]]
+    inner = [one for one in own.values() if isinstance(one, torch.optim.Optimizer)]
+    memo: dict[int, Any] = {id(one): one for one in (optimizer, *inner, *tensors)}
+    for name, value in own.items():
+        with suppress(Exception):  # what cannot be copied stays
+            vars(optimizer)[name] = copy.deepcopy(value, memo)
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
-    kept = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
-    optimizer.state = defaultdict(dict, kept)
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng({one.device for one in tensors if one.is_cuda}):
             yield
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(own)
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(before)

@@ -18,6 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.values import POSITIONS, said_of
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
@@ -36,7 +37,6 @@ from zeropp.types.literals import (
 from zeropp.types.training import OptimizerConfig
 
 if TYPE_CHECKING:
-    from zeropp.engine.layers.context import Context
     from zeropp.price.cluster import Cluster
 else:
     Cluster = object  # its module is loaded, and looks at the value, where there is one
@@ -113,7 +113,9 @@ class Settings(StepKnobs):
     divided by the count of all of it. Scalars that layers give are added to what the function gives
     for the same microbatch: to its mean or to its sum."""
     sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
-    """The keyword inputs of the sample, by name, for their shapes; [rows, ...] each."""
+    """The keyword inputs of the sample, by name, for their shapes; [rows, ...] each. Where tokens
+    are divided (``context``, ``logits_slices``), so are those that are [rows, tokens, ...] here;
+    give [rows, 1, ...] what is as long by chance."""
     weights: Sequence[float] | None = None
     """The layers' relative costs; by default their durations on ``cluster``, or, without one,
     their numbers of parameters."""
@@ -153,8 +155,7 @@ class Settings(StepKnobs):
             if not isinstance(value, Tensor):
                 raise InfeasibleError(f"sample_keywords: {name!r} must be a tensor [rows, ...]")
         if self.tied is not None:
-            first, second = sorted(self.tied)
-            object.__setattr__(self, "tied", (first, second))
+            object.__setattr__(self, "tied", tuple(sorted(self.tied)))
         if self.plan is not None:
             self._take_over(self.plan)
         _ = self.layout, self.hardware  # which raise where there is none
@@ -192,13 +193,17 @@ class Settings(StepKnobs):
         return whole.pop(""), whole
 
     @cached_property
+    def without_tokens(self) -> frozenset[str]:
+        """The keyword inputs that have no number per token in the sample, and so in no batch,
+        however long its sequences are."""
+        tokens = self.sample.shape[1:2]
+        return frozenset(n for n, x in self.sample_keywords.items() if x.shape[1:2] != tokens)
+
+    @cached_property
     def slicing(self) -> Context | None:
         """The ranks that divide sequences, for a walk over the layers."""
-        if (size := self.layout.context) == 1:
-            return None
-        from zeropp.engine.layers.context import Context
-
-        return Context(size, packs=POSITIONS in self.sample_keywords)
+        size, packs = self.layout.context, POSITIONS in self.sample_keywords
+        return Context(size, packs=packs, without_tokens=self.without_tokens) if size > 1 else None
 
     @cached_property
     def hardware(self) -> Cluster | None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from zeropp.engine.layers.deferred import hooks_of
 from zeropp.engine.parameters.flat import FlatParameters, Types
-from zeropp.engine.parameters.flat_layout import Name, Partition, lay_out
+from zeropp.engine.parameters.flat_layout import Name, lay_out
 from zeropp.engine.ranks.collectives import DataGroups
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import Settings
@@ -75,7 +75,7 @@ def make_flats(
         part = part_of[id(first)] if late else 0
         buckets[first.requires_grad, late, shared, kept_dtype, part].append(entry)
     for (trainable, late, shared, *_), bucket in buckets.items():
-        rows = (replica, plan.layout.replicate) if zero and trainable else (0, 1)
+        row, rows = (replica, plan.layout.replicate) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         first_name = tied[0] if shared is not None and tied is not None else None
         members = []
@@ -85,8 +85,11 @@ def make_flats(
             members.append((entry.names, entry.parameters[0].shape, group))
         layout = lay_out(
             members,
-            Partition(plan.layout.shard_index(rank), plan.layout.shards, *rows),
             plan.whole_groups if trainable else (),
+            shard=plan.layout.shard_index(rank),
+            shards=plan.layout.shards,
+            row=row,
+            rows=rows,
         )
         by_names = {entry.names: tuple(entry.parameters) for entry in bucket}
         yield FlatParameters(

@@ -8,7 +8,7 @@ arXiv 2506.13996, section 3.1, make the gradients in the forward.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,14 @@ from zeropp.engine.loss import Loss, Microbatches
 
 class SlicedHead:
     """Runs ``chunk``, which has the last layer alone, and the ``loss`` in so many ``slices`` of the
-    tokens, about equally long; in no more than there are tokens."""
+    tokens, about equally long; in no more than there are tokens. ``without_tokens``: keyword inputs
+    that every slice gets whole."""
 
-    def __init__(self, chunk: Chunk, loss: Loss, slices: int) -> None:
+    def __init__(
+        self, chunk: Chunk, loss: Loss, slices: int, without_tokens: Collection[str]
+    ) -> None:
         self._chunk, self._loss, self._slices = chunk, loss, slices
+        self._without_tokens = without_tokens
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -55,20 +59,15 @@ class SlicedHead:
     def _cut(
         self, inputs: Tensors, batch: Microbatches, microbatch: int
     ) -> Iterator[tuple[list[Tensor], Microbatches]]:
-        """The inputs of every slice, with its targets and keyword inputs; of a keyword input that
-        has no tokens in dimension 1, all."""
-        named, length = batch.keywords_of(microbatch), inputs[0].shape[1]
-        slices = min(self._slices, length)
-
-        def parts(x: Tensor) -> Sequence[Tensor]:
-            has_tokens = x.dim() > 1 and x.shape[1] == length
-            return x.tensor_split(slices, 1) if has_tokens else [x] * slices
-
-        columns = map(parts, (*inputs, batch.targets[microbatch], *named.values()))
-        for row in zip(*columns, strict=True):
-            own, (target, *keywords) = row[: len(inputs)], row[len(inputs) :]
-            named_own = dict(zip(named, keywords, strict=True))
-            yield [*own], Microbatches((), [target], [named_own])
+        """The inputs of every slice, with its targets and keyword inputs."""
+        named, slices = batch.keywords_of(microbatch), min(self._slices, inputs[0].shape[1])
+        cut = {
+            n: x.tensor_split(slices, 1) for n, x in named.items() if n not in self._without_tokens
+        }
+        columns = [x.tensor_split(slices, 1) for x in (*inputs, batch.targets[microbatch])]
+        for place, (*own, target) in enumerate(zip(*columns, strict=True)):
+            part = {name: parts[place] for name, parts in cut.items()}
+            yield own, Microbatches((), [target], [{**named, **part}])
 
     def _slice(
         self, inputs: Tensors, part: Microbatches, divisor: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, cast
@@ -20,12 +21,13 @@ from torch import nn
 from zeropp.engine.engine import Engine
 from zeropp.engine.layers.values import may_have_gradient
 from zeropp.engine.loss import Loss, LossFunction
-from zeropp.engine.ranks import errors as ranks
+from zeropp.engine.ranks.collectives import connect_lazily
+from zeropp.engine.ranks.errors import agree, refusal
 from zeropp.engine.settings import Settings, check_call, read
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.train.parallel_model import ParallelModel
-from zeropp.train.placing import device_of, meet
 from zeropp.train.stages import Planned, check_sizes, measure, own_layers, plan_layers
+from zeropp.types.layout import InfeasibleError
 
 P = ParamSpec("P")
 Build = Callable[..., ParallelModel]
@@ -63,8 +65,8 @@ def parallelize(
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     meet(keywords)
-    settings, auto = ranks.agree(lambda: _settings(layers, loss_fn, keywords))
-    settings, sizes, planned = ranks.agree(lambda: _planned(layers, loss_fn, settings, auto))
+    settings, auto = agree(lambda: _settings(layers, loss_fn, keywords))
+    settings, sizes, planned = agree(lambda: _planned(layers, loss_fn, settings, auto))
     plan, device = planned.plan, torch.device(settings.device or "cpu")
     held = own_layers(layers, plan, device, settings.tied)
     loss = Loss(
@@ -74,7 +76,8 @@ def parallelize(
         settings.sample_keywords,
     )
     engine = Engine(held, sizes, plan, settings, loss=loss, device=device)
-    model = ParallelModel(engine, planned, frozenset(settings.sample_keywords))
+    names = frozenset(settings.sample_keywords)
+    model = ParallelModel(engine, planned, names, settings.without_tokens)
     # At last, as layers of a call that failed can be given again: those that other ranks train are
     # NaN and without memory from now on, since their first values would look like trained ones.
     own = {id(parameter) for module in held.values() for parameter in module.parameters()}
@@ -96,19 +99,7 @@ def _settings(
         **settings.described(),
         "layers": f"{len(layers)} layers",
         "auto": str(sorted(auto)),
-        "loss_fn": _described(loss_fn),
     }
-
-
-def _described(function: Any) -> str:
-    """A function's name, with the numbers and words that a ``partial`` gives it."""
-    if isinstance(function, partial):
-        given: dict[Any, Any] = {**dict(enumerate(function.args)), **function.keywords}
-        plain = {key: value for key, value in given.items() if isinstance(value, str | float | int)}
-        return f"{_described(function.func)} {plain}"
-    if isinstance(function, nn.Module):
-        return repr(function)
-    return getattr(function, "__qualname__", "a function")
 
 
 def _planned(
@@ -132,3 +123,36 @@ def _planned(
         "group_of": str([{n: one.group for n, one in layer.kinds.items()} for layer in sizes]),
         "optimizer": str(planned.plan.whole_groups),
     }
+
+
+def meet(keywords: Mapping[str, Any]) -> None:
+    """Make the first collective possible; the keywords may be wrong still. Raises RuntimeError
+    without a process group."""
+    if not dist.is_initialized():
+        raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    connect_lazily(dist.get_world_size())
+    with suppress(Exception):  # ``device_of`` refuses what is no device
+        # Which the collectives that compare arguments may need; without an index it raises.
+        torch.cuda.set_device(keywords.get("device"))
+
+
+def device_of(asked: torch.device | str | None) -> torch.device:
+    """Where this rank trains: as asked, else where its process group's tensors live.
+
+    A CUDA device becomes this process's current one, because streams and events are those of the
+    current device where none is named. Raises InfeasibleError for a device that is not there.
+    """
+    way_out = "take cuda or cpu; CUDA_VISIBLE_DEVICES says which GPUs this process sees"
+    with refusal(f"device={asked!r}", way_out):
+        has_nccl = "nccl" in str(dist.get_backend_config())
+        device = torch.device(asked or ("cuda" if has_nccl else "cpu"))
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.set_device(device := torch.device("cuda", index))
+    known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
+    if device.type not in known:
+        raise InfeasibleError(
+            f"device={str(device)!r}: the process group has no backend for it, only for "
+            f"{' and '.join(known)} (give init_process_group another backend, or take that device)"
+        )
+    return torch.device("cpu") if device.type == "cpu" else device  # on a CPU none has an index

@@ -21,7 +21,7 @@ from zeropp.choose.search import OOM, search
 from zeropp.choose.space import SearchPoint, Space
 from zeropp.choose.task import Task
 from zeropp.engine.settings import Settings, read
-from zeropp.engine.update.users_optimizer import GroupUse
+from zeropp.engine.update.update_rules import GroupUse
 from zeropp.engine.walk import Layer, LayerSizes
 from zeropp.price.flops import layer_flops
 from zeropp.schedule.plan import SizedPlan

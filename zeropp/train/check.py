@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import starmap
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,37 +27,27 @@ from torch.distributed import get_rank
 
 from zeropp.engine.layers.eight_bits import to_8_bits
 from zeropp.engine.layers.values import (
+    POSITIONS,
     may_have_gradient,
     tensors_of,
     without_scalars,
 )
 from zeropp.engine.loss import Loss, LossFunction, Microbatches
-from zeropp.engine.ranks.errors import LostRankError, gathered, refusal
+from zeropp.engine.ranks.errors import LostRankError, T, gathered, refusal
 from zeropp.engine.settings import Settings, read
 from zeropp.engine.update.optimizer import Updater
 from zeropp.engine.update.update_rules import clip_factor, made_optimizer, parts_of
 from zeropp.engine.walk import Layer, made_layer
-from zeropp.train.api import parallelize
+from zeropp.train.api import meet, parallelize
 from zeropp.train.one_process import OneProcess, apart, distances, parameters_of, wide
 from zeropp.train.parallel_model import ParallelModel
-from zeropp.train.placing import meet
+from zeropp.types.tolerances import BEGIN, EXACT, TOLERANCES
 from zeropp.types.training import difference
 
-T = TypeVar("T")
-_ENGINES = ("training", "early")  # which modules keep for torch and the engine
 Outputs = dict[int, list[tuple[Tensor, ...]]]  # of layers, by their index, for every microbatch
 Batch = Sequence[Any]  # inputs and targets [global_batch, ...], and keyword inputs by name
 _NOISE = 0.05  # of weights that are moved off their initial values, over 1 and their size
 _FLOOR = 0.02  # a tensor's share of a mean tensor's gradient below which rounding is all of it
-_KEEPS = (
-    "what it keeps from one microbatch to the next (a parameter that it changes), or draws by "
-    "another generator than torch's, depends on which it has seen before"
-)
-_HOOKS = (
-    "a hook or function acts on a gradient, or a hook of the optimizer sees the shards of one "
-    "rank; a layer changes in place what others read"
-)
-_UPDATE = 1e-4  # of an update of fp32 numbers by the same gradient
 
 
 class DifferenceError(RuntimeError):
@@ -164,7 +154,7 @@ class _Comparison:
                 0,
                 name,
                 apart(one, self._working[name]),
-                1e-6,
+                BEGIN,
                 "begins with other values",
                 "a function must make the same layer at every call",
             )
@@ -178,7 +168,7 @@ class _Comparison:
             for name, one in self._working.items()
         }
         compute = None if settings.precision == "fp32" else torch.bfloat16
-        self._tolerance = torch.finfo(compute or torch.float32).eps ** 0.5
+        self._tolerance = TOLERANCES[settings.precision].step
         for one in self._working.values() if compute else ():
             one.data = one.data.to(compute)
         if settings.precision == "fp8":
@@ -214,7 +204,8 @@ class _Comparison:
         draw = torch.Generator().manual_seed(0)
         for one in self._working.values():
             if may_have_gradient(one.dtype) and one.numel() and one.requires_grad:
-                size = one.detach().double().abs().square().mean().sqrt().clamp(0.2, 1.0)
+                least = 0.2 if one.dim() > 1 else 1.0  # a matrix adds up as many as it is wide
+                size = one.detach().double().abs().square().mean().sqrt().clamp(least, 1.0)
                 noise = torch.randn(one.shape, generator=draw, dtype=torch.float64)
                 one.data.add_((_NOISE * float(size) * noise).to(one))
         state = nn.ModuleList(self._plain).state_dict()
@@ -284,7 +275,8 @@ class _Comparison:
             "loss_reduction must say what loss_fn does over a microbatch's rows and tokens (where "
             "tokens are ignored, give (sum, count) with loss_reduction='tokens'); targets are "
             "those of the inputs' own tokens; loss_fn reads nothing beside its arguments; with "
-            "logits_slices it is a sum over tokens"
+            "logits_slices it is a sum over tokens, and a keyword input that is as long as "
+            "sequences is cut with them (give another one as [rows, 1, ...])"
         )
         what = f"the loss {of}is {float(ours):.7g}, and {float(alone):.7g} in one process"
         self._compare(2, "loss_fn", far, self._tolerance, what, cause)
@@ -314,7 +306,8 @@ class _Comparison:
 
     def _cause(self, *, of_gradient: bool = False) -> str:
         """What may make a layer, or its gradient, something else with these settings."""
-        plan = self._model.plan
+        plan, named = self._model.plan, self._settings.sample_keywords
+        cut = sorted(named.keys() - self._settings.without_tokens - {POSITIONS})
         causes = {
             f"context={plan.layout.context} gives it a slice of the tokens: what it computes "
             "between tokens must be F.scaled_dot_product_attention, called alike on all ranks "
@@ -323,6 +316,10 @@ class _Comparison:
             ),
             f"logits_slices={plan.logits_slices} gives the last layer and the loss a slice of the "
             "tokens, between which they may compute nothing": plan.logits_slices > 1,
+            f"a keyword input that is as long as sequences is cut with them ({', '.join(cut)}): "
+            "give one without a number per token as [rows, 1, ...]": (
+                bool(cut) and max(plan.layout.context, plan.logits_slices) > 1
+            ),
             "what layers tell each other beside their outputs does not reach another stage, or is "
             "another microbatch's: return it, or give it as a keyword input": (
                 plan.schedule.num_stages > 1 and not of_gradient
@@ -330,8 +327,12 @@ class _Comparison:
             f"recompute={plan.recompute!r} runs its forward a second time, so that what it counts, "
             "draws by a generator of its own, or changes through .data or numpy is not as in the "
             "first": plan.recompute != "none",
-            _HOOKS: of_gradient,
-            _KEEPS: not of_gradient,
+            "a hook or function acts on a gradient, or a hook of the optimizer sees the shards of "
+            "one rank; a layer changes in place what others read": of_gradient,
+            "what it keeps from one microbatch to the next (a parameter that it changes), or draws "
+            "by another generator than torch's, depends on which it has seen before": (
+                not of_gradient
+            ),
         }
         return "; or ".join(text for text, may_be in causes.items() if may_be)
 
@@ -378,14 +379,14 @@ class _Comparison:
             "or keeps what depends on them; elementwise= is not so; a layer's forward changes it"
         )
         after, eps = {**self.masters}, torch.finfo(torch.float32).eps
-        floors = {name: 4 * eps / _UPDATE * float(wide(one).norm()) for name, one in after.items()}
+        floors = {name: 4 * eps / EXACT * float(wide(one).norm()) for name, one in after.items()}
         theirs, expected = (
             {name: wide(made[name]) - wide(old) for name, old in before.items()}
             for made in (ours, after)
         )
         what = "is updated otherwise by the same gradient"
         for name, (far, _) in distances(theirs, expected, floors).items():
-            self._compare(4, name, far, _UPDATE, what, cause)
+            self._compare(4, name, far, EXACT, what, cause)
 
     def _compare_kept(self) -> None:
         """Compare buffers and numbers that layers keep, where each rank has all rows."""
@@ -415,8 +416,7 @@ class _Comparison:
 
     def _raise_first(self) -> None:
         """Raise, on all ranks, what differs first on any."""
-        every = gathered(min(self._found, default=None))
-        if found := [one for one in every if one is not None]:
+        if found := [one for one in gathered(min(self._found, default=None)) if one is not None]:
             raise DifferenceError(min(found)[2])
 
 
@@ -446,6 +446,8 @@ def _numbers(layer: nn.Module) -> dict[str, Tensor]:
         f"{path}.{name}".lstrip("."): torch.tensor(value, dtype=torch.float64)
         for path, part in layer.named_modules()
         for name, value in vars(part).items()
-        if isinstance(value, int | float) and not name.startswith("_") and name not in _ENGINES
+        if isinstance(value, int | float)
+        and not name.startswith("_")
+        and name not in ("training", "early")
     }
     return {**numbers, **{name: one.detach() for name, one in layer.named_buffers()}}

@@ -84,8 +84,7 @@ class OneProcess:
             for index, layer in enumerate(self.layers):
                 if self.seed is not None and step is not None:
                     seed_piece(self.seed, step, number, index)
-                own = chosen(keywords, self.names[index]) if keywords else {}
-                own = dict(zip(own, cast(list(own.values()), self.compute), strict=True))
+                own = chosen(keywords, self.names[index], self.compute) if keywords else {}
                 output = layer(*cast(tensors_of(given), self.compute), **own)
                 given, scalars = without_scalars(output)
                 beside += [] if scalars is None else [scalars]

@@ -40,8 +40,15 @@ class ParallelModel:
     chosen or are defaults.
     """
 
-    def __init__(self, engine: Engine, planned: Planned, keywords: frozenset[str]) -> None:
-        """``keywords`` are the names of the keyword inputs."""
+    def __init__(
+        self,
+        engine: Engine,
+        planned: Planned,
+        keywords: frozenset[str],
+        without_tokens: frozenset[str],
+    ) -> None:
+        """``keywords`` are the names of the keyword inputs; those ``without_tokens`` have no number
+        per token."""
         plan, chosen, self._element_mfu = planned
         self.engine, self.plan = engine, plan
         self.summary = f"{describe(plan)}; {chosen}" if chosen else describe(plan)
@@ -50,7 +57,8 @@ class ParallelModel:
         rows = plan.num_microbatches * plan.microbatch_size
         first = rows * self.data_parallel_rank
         self.rows = slice(first, first + rows)
-        self._keywords, self._has_looked = keywords, False
+        self._keywords, self._without_tokens = keywords, without_tokens
+        self._has_looked = False
         self._save_to: Path | str | None = None
         self._stepped_at = 0.0  # when the last step returned
         self._calls = -1  # how many calls there had been by then
@@ -208,13 +216,9 @@ class ParallelModel:
         named ``{layer}.{parameter}``; empty on the other ranks. A tied parameter is there under
         each of its names, as in a plain model's state dict. For models that fit into one machine's
         memory."""
-        own_part = self.engine.full_state()
-        if not self.plan.layout.is_first(dist.get_rank()):
-            own_part = {}
-        parts: list[dict[str, Tensor]] | None = None
-        if dist.get_rank() == 0:
-            parts = [{} for _ in range(dist.get_world_size())]
-        dist.gather_object(own_part, parts, dst=0)
+        rank, own_part = dist.get_rank(), self.engine.full_state()
+        parts: list[dict[str, Tensor]] | None = [{}] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(own_part if self.plan.layout.is_first(rank) else {}, parts, dst=0)
         return {name: value for part in parts or [] for name, value in part.items()}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -236,7 +240,7 @@ class ParallelModel:
         parameter has the unsharded shape and the values that this rank keeps, so any topology, or
         one process with a plain state dict, reads what another has written.
         """
-        return self._checkpointer.state().named()
+        return self._checkpointer.named(self._checkpointer.state())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or whole
@@ -383,11 +387,12 @@ class ParallelModel:
         if not len(inputs):
             return Microbatches((), (), whole=whole)
         context, memory = self.engine.context, inputs.untyped_storage()
-        if self.plan.logits_slices > 1 and inputs.shape[1:2] != targets.shape[1:2]:
-            raise ValueError(
-                f"targets: {tuple(targets.shape)} are not divided as inputs {tuple(inputs.shape)} "
-                f"are, which logits_slices={self.plan.logits_slices} needs (take 1)"
-            )
+        for name, part in whole.items() if self.plan.logits_slices > 1 else ():
+            if name not in self._without_tokens and part.shape[1:2] != inputs.shape[1:2]:
+                raise ValueError(
+                    f"{name}: {tuple(part.shape)} are not divided as inputs {tuple(inputs.shape)} "
+                    f"are, which logits_slices={self.plan.logits_slices} needs (take 1)"
+                )
         own = dict(whole) if context is None else context.parts(whole)
         if any(own[name].untyped_storage() is memory for name in own if name != "inputs"):
             own["inputs"] = own["inputs"].clone()  # a layer may change these on one rank alone

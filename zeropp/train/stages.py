@@ -22,7 +22,7 @@ from zeropp.engine.layers.values import keywords_of, said_of, takes_all
 from zeropp.engine.ranks.errors import gathered, together
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.settings import ParameterName, Settings
-from zeropp.engine.update.users_optimizer import GroupUse, uses_of
+from zeropp.engine.update.update_rules import GroupUse, uses_of
 from zeropp.engine.walk import Layer, LayerSizes, check_values, made_layer, walk
 from zeropp.schedule.cuts import cut_layers
 from zeropp.schedule.plan import Plan, SizedPlan
@@ -137,6 +137,11 @@ def _check_slices(sizes: Sequence[LayerSizes], settings: Settings, loss_fn: Any)
         raise InfeasibleError(
             f"logits_slices={slices}: inputs are {tuple(tokens)}, what the last layer gets and "
             f"gives {[tuple(size) for size in passed]}; all must be [rows, tokens, ...]"
+        )
+    if sizes[-1].draws:
+        raise InfeasibleError(
+            f"logits_slices={slices}: layers[{len(sizes) - 1}] draws random numbers, and slices "
+            "would draw others than all tokens at once (drop in the layer before it, or take 1)"
         )
 
 

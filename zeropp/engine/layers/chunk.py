@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.deferred import WeightGradStore, backward_of_chunk, save_early
+from zeropp.engine.layers.offload import Offload
 from zeropp.engine.layers.values import (
     TensorShape,
     Value,
@@ -33,10 +35,6 @@ from zeropp.engine.layers.values import (
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.types.literals import Recompute
-
-if TYPE_CHECKING:
-    from zeropp.engine.layers.context import Context
-    from zeropp.engine.layers.offload import Offload
 
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
@@ -165,7 +163,6 @@ class Chunk:
         self.arriving, self.leaving, self.offload = arriving, leaving, offload
         self._lanes, self._store, self._recompute = lanes, store, recompute
         self._seed, self._compute, self._context = seed, compute, context
-        self._recomputed = {id(block) for block in recomputed}
         save_early(recomputed)
         self._names = names
         self._live: dict[int, _Live] = {}
@@ -192,7 +189,7 @@ class Chunk:
         value: Value = tuple(inputs)
         del inputs  # which the graph keeps, or sends away
         saving = self.offload.saving if self.offload and trains else lambda *_: nullcontext()
-        recomputed = self._recomputed if trains else ()
+        recomputed = self.recomputed if trains else ()
         losses = []
         with self._exchanging(tokens):
             for index, module in enumerate(self.modules):
@@ -200,9 +197,9 @@ class Chunk:
                     self._seed(index, microbatch)
                 with saving(module, microbatch, stays) as kept:
                     value = run_recomputed(
-                        partial(module, **self._chosen(keywords, index)),
+                        partial(module, **chosen(keywords, self._names[index], self._compute)),
                         *cast(tensors_of(value), self._compute),
-                        recompute=self._recompute if id(module) in recomputed else "none",
+                        recompute=self._recompute if module in recomputed else "none",
                         random=self._seed is not None,
                         kept=kept,
                     )
@@ -308,13 +305,6 @@ class Chunk:
     def _exchanging(self, tokens: int) -> AbstractContextManager[None]:
         """Inside this context attention sees the tokens that other ranks have."""
         return nullcontext() if self._context is None else self._context.exchanging(tokens)
-
-    def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-        """Keyword inputs of a module, in the type that it computes in."""
-        if not keywords:
-            return {}
-        inputs = chosen(keywords, self._names[index])
-        return dict(zip(inputs, cast(list(inputs.values()), self._compute), strict=True))
 
     def _cast_leaving(self, value: Value) -> tuple[Tensor, ...]:
         """Outputs in the next stage's types, copied if they lie in parameters that are freed."""

@@ -10,7 +10,7 @@ Attention over another number of tokens than the slice's is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
@@ -47,10 +47,12 @@ class Context:
         *,
         positions: bool = True,
         packs: bool = False,
+        without_tokens: Collection[str] = (),
     ) -> None:
-        """``positions``: layers take ``position_ids``; ``packs``: batches have them."""
+        """``positions``: layers take ``position_ids``; ``packs``: batches have them.
+        ``without_tokens``: keyword inputs that every rank has whole."""
         self.size, self.rank, self.group, self.packs = size, rank, group, packs
-        self._positions = positions
+        self._positions, self._without_tokens = positions, without_tokens
         self._attention = self._dropout = _none
         self._tokens = 0  # of a slice
         # One object each, as torch.compile compiles again where it meets others.
@@ -76,7 +78,10 @@ class Context:
             )
         places = torch.arange(first.shape[1], device=first.device).expand(first.shape[:2])
         every = {POSITIONS: places, **whole} if self._positions else whole
-        return {name: self.part(one, first.shape[1]) for name, one in every.items()}
+        return {
+            name: one if name in self._without_tokens else self.part(one, first.shape[1])
+            for name, one in every.items()
+        }
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self, part: Tensor, dim: int = 1) -> Tensor:

@@ -297,18 +297,17 @@ def defer_weight_grads(
         for module in root.modules():
             kind: Any = type(module)  # hashable, which mypy does not see
             delaying = _delaying(kind)
-            if delaying is not None and delaying.in_8_bits and not delays:
+            if delaying is None or (delaying.in_8_bits and not delays):
+                continue  # without a look at its weight, which others may compute then
+            weight: Any = module.weight
+            is_parameter = isinstance(weight, nn.Parameter)
+            if is_parameter and weight.requires_grad and hooks_of(weight.register_hook):
+                continue  # autograd calls the hook
+            if not delays and weight.numel() < _LEAST_ADDED:
                 continue
-            if delaying is not None:  # else reading its weight may compute it
-                weight: Any = module.weight
-                is_parameter = isinstance(weight, nn.Parameter)
-                if is_parameter and weight.requires_grad and hooks_of(weight.register_hook):
-                    continue  # autograd calls the hook
-                if not delays and weight.numel() < _LEAST_ADDED:
-                    continue
-                module.__class__ = delaying
-                setattr(module, "store", store)  # noqa: B010
-                weights += [weight] if is_parameter else []
+            module.__class__ = delaying
+            setattr(module, "store", store)  # noqa: B010
+            weights += [weight] if is_parameter else []
     return weights
 
 

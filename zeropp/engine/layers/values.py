@@ -98,9 +98,12 @@ def said_of(function: Any, what: str) -> Any:
     return getattr(function.func if isinstance(function, partial) else function, what, None)
 
 
-def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
-    """The keyword inputs whose names are among ``names``."""
-    return {name: value for name, value in keywords.items() if name in names}
+def chosen(
+    keywords: Mapping[str, Tensor], names: frozenset[str], dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The keyword inputs whose names are among ``names``, in the number type of ``cast``."""
+    own = {name: value for name, value in keywords.items() if name in names}
+    return dict(zip(own, cast([*own.values()], dtype), strict=True))
 
 
 def cast(values: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.parameters.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
+from zeropp.engine.parameters.whole import WholeParameters
 from zeropp.engine.ranks.collectives import (
     DataGroups,
     all_gather_single,
@@ -41,7 +42,6 @@ from zeropp.engine.ranks.lanes import Lanes, Ticket
 
 if TYPE_CHECKING:
     from zeropp.engine.parameters.parts import GradientRoom
-    from zeropp.engine.parameters.whole import WholeParameters
 
 
 @dataclass(frozen=True)
@@ -51,26 +51,6 @@ class Types:
     master: torch.dtype
     compute: torch.dtype
     wire: torch.dtype
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """This rank has its part of the parameters, and the buffer has no memory."""
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """The buffer has memory, into which ``gather`` brings all parts; compute has not waited."""
-
-    gather: Ticket
-
-
-@dataclass(frozen=True)
-class Unsharded:
-    """The buffer has all parameters, and compute may read it."""
-
-
-ParameterState = Sharded | Gathering | Unsharded
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -83,9 +63,9 @@ class FlatParameters:
     ``trainable``: whether its parameters have gradients and an optimizer;
     ``deferred``: whether its gradients come with delayed weight gradients.
 
-    ``state`` is that of the parameters. ``unshard`` leads from sharded to gathering, ``wait`` to
-    unsharded, and ``reshard`` back; any other way is a RuntimeError. A buffer that is this rank's
-    part, as one rank has all of it, is unsharded for good, and these methods do nothing to it.
+    ``unshard``, ``wait`` and ``reshard`` come in this order, as ``zeropp.schedule.legality`` has
+    found of the program. A buffer that is this rank's part, as one rank has all of it, is unsharded
+    for good, and these methods do nothing to it.
 
     The constructor copies the parameters' values. Inside steps, parameters are views of the buffer,
     which has memory only between ``unshard`` and ``reshard``; outside of steps they are NaN, unless
@@ -122,10 +102,9 @@ class FlatParameters:
         # This rank's part as gathers send it: what it keeps, or the place to which they cast it.
         self._part = self._buffer[layout.part.begin : layout.part.end] if self._casts else part
         self._make_views()
-        self.state: ParameterState = Unsharded()
         if not self._resident:
             self._storage.resize_(0)
-            self.state = Sharded()
+        self._gather_begun: Ticket | None = None  # that compute has not waited for
         # Gathers of rows that other replicas have updated; compute has not waited for them.
         self._row_gathers: list[Ticket] = []
         self._sums: Tensor | None = None  # gradients of this rank that are not reduced
@@ -145,8 +124,6 @@ class FlatParameters:
                 for slot in layout.whole_slots()
             ]
         elif layout.spans:
-            from zeropp.engine.parameters.whole import WholeParameters
-
             assert groups.owners is not None
             self.whole = WholeParameters(layout, groups.owners, types.master, self.master.device)
 
@@ -192,22 +169,17 @@ class FlatParameters:
         """Start to gather the parameters after the compute so far; ``wait`` before use."""
         if self._resident:
             return
-        if not isinstance(self.state, Sharded):
-            raise RuntimeError("parameters are gathered while they are gathered already")
         self._storage.resize_(self.layout.size * self._buffer.element_size())
-        gather = self._lanes.gather.run(self._gather, tuple(self._row_gathers))
-        self.state = Gathering(gather)
+        self._gather_begun = self._lanes.gather.run(self._gather, tuple(self._row_gathers))
 
     def wait(self) -> None:
         """Make compute wait for the gather that ``unshard`` has started."""
         if self._resident:
             self.settle()
-        elif isinstance(self.state, Gathering):
-            self.state.gather.wait()
+        elif self._gather_begun is not None:
+            self._gather_begun.wait()
             self._row_gathers.clear()  # the gather has waited for them
-            self.state = Unsharded()
-        elif isinstance(self.state, Sharded):
-            raise RuntimeError("parameters are used or freed without being gathered")
+            self._gather_begun = None
 
     def settle(self) -> None:
         """Let compute wait until the masters are those of the last update."""
@@ -219,7 +191,6 @@ class FlatParameters:
         if not self._resident:
             self.wait()
             self._storage.resize_(0)
-            self.state = Sharded()
 
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros to add to, unless it has one already.

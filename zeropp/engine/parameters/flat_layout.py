@@ -107,32 +107,28 @@ class OptimizerShard:
     tensor: nn.Parameter
 
 
-@dataclass(frozen=True)
-class Partition:
-    """How ranks divide a buffer: this rank's index among ``shards``, and its ``row`` among the
-    ``rows`` replicas that divide the optimizer's work (ZeRO-1, arXiv 1910.02054; else one row)."""
-
-    shard: int = 0
-    shards: int = 1
-    row: int = 0
-    rows: int = 1
-
-
 Member = tuple[tuple[Name, ...], Sequence[int], str]  # names, shape, optimizer group
 
 
 def lay_out(
-    parameters: Iterable[Member], partition: Partition, whole: Collection[str] = ()
+    parameters: Iterable[Member],
+    whole: Collection[str] = (),
+    *,
+    shard: int = 0,
+    shards: int = 1,
+    row: int = 0,
+    rows: int = 1,
 ) -> FlatLayout:
     """Lay out parameters one after another in a buffer; those of the groups ``whole`` are updated
-    whole.
+    whole. Ranks divide it: this one's index is ``shard`` of ``shards``, and ``row`` of the ``rows``
+    replicas that divide the optimizer's work (ZeRO-1, arXiv 1910.02054; else one row).
 
     Groups come in the order of their first parameters, each in one piece, so that a rank has at
     most one range of each; but the last parameters are those that are updated whole, rank by rank.
     The buffer is padded with zeros so that all parts are equal. Ranks are numbered row by row, as
     in their process group.
     """
-    members, ranks = list(parameters), partition.rows * partition.shards
+    members, ranks = list(parameters), rows * shards
     order = list(dict.fromkeys(group for _, _, group in members))
     members.sort(key=lambda member: order.index(member[2]))
     lists = [[member for member in members if member[2] not in whole]]
@@ -145,17 +141,16 @@ def lay_out(
             ends[-1] = _aligned(slots[-1].elements.end, ALIGNMENT)
         ends.append(ends[-1])
     size = _aligned(ends[-1], ALIGNMENT * ranks)
-    part = size // partition.shards
-    row = part // partition.rows
+    part = size // shards
+    own = part // rows
     owned = tuple(
-        ElementRange(shard * part + index * row, shard * part + (index + 1) * row)
-        for index in range(partition.rows)
-        for shard in range(partition.shards)
+        ElementRange(other * part + index * own, other * part + (index + 1) * own)
+        for index in range(rows)
+        for other in range(shards)
     )
-    kept = ElementRange(partition.shard * part, (partition.shard + 1) * part)
+    kept = ElementRange(shard * part, (shard + 1) * part)
     spans = tuple(starmap(ElementRange, pairwise(ends[:-1]))) if any(lists[1:]) else ()
-    rank = partition.row * partition.shards + partition.shard
-    return FlatLayout(tuple(slots), size, kept, owned, rank, spans)
+    return FlatLayout(tuple(slots), size, kept, owned, row * shards + shard, spans)
 
 
 def _shared_out(members: Sequence[Member], ranks: int) -> list[list[Member]]:

@@ -218,13 +218,10 @@ def new_group_in_each_pipeline(
     Every rank must make every group: torch names a group by how many groups the rank has made
     before, so that ranks with other numbers of groups would not find each other.
     """
-    own_group = None
-    for pipeline in layout.pipelines():
-        ranks = sorted(pipeline[member] for member in members)
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            own_group = group
-    return own_group
+    ranks = [sorted(pipeline[member] for member in members) for pipeline in layout.pipelines()]
+    group: dist.ProcessGroup | None
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)  # type: ignore[no-untyped-call]
+    return group
 
 
 def neighbours(schedule: Schedule) -> set[tuple[int, int]]:

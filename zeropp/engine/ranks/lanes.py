@@ -163,5 +163,4 @@ def make_lanes(device: torch.device, undo: ExitStack) -> Lanes:
     for name in ("zeropp gathers", "zeropp reductions", REPLICAS):
         lanes.append(make_lane(device, name))
         undo.callback(lanes[-1].close)
-    gather, reduce, replicate = lanes
-    return Lanes(device, gather, reduce, replicate)
+    return Lanes(device, *lanes)

@@ -1,2 +1,2 @@
-"""The end of a step: ``optimizer`` updates shards by ``update_rules``; ``users_optimizer`` finds
-how a caller's optimizer updates, ``optimizer_state`` saves and loads what it keeps."""
+"""The end of a step: ``optimizer`` updates shards by ``update_rules``, which find how a caller's
+optimizer updates; ``optimizer_state`` saves and loads what it keeps."""
