@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from baselines.fsdp.contender import FSDPKnobs
+from baselines.public_3d import BEST_3D, Best3DKnobs
 from baselines.torch_pp.contender import TORCHTITAN, TorchtitanKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.contenders import PRICED
@@ -331,6 +332,18 @@ def test_a_bound_counts_the_waits_for_a_slow_host(blocks: int) -> None:
     )
     assert 0.9 * step_s < least_step_s(plan, price) <= step_s * SLACK
     assert sum(cost.compute for cost in price.stages) < 0.9 * step_s
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_bound_counts_a_microbatchs_way_through_all_stages(microbatches: int) -> None:
+    what = on_cluster("h100", 8, 2 * microbatches, layers=12, seq=2048)
+    knobs = Best3DKnobs(pp=4, replicate=2, chunks=3, schedule="interleaved_zb")
+    plan = BEST_3D.size(what, knobs, 1)
+    price = price_plan(plan, what.cluster)
+    (order,) = BEST_3D.plans(plan, price)
+    step_s = simulate(order, what.cluster, price=price).step_s
+    assert 0.9 * step_s < least_step_s(plan, price) <= step_s * SLACK
+    assert 0.6 * step_s < least_compute_s(plan, pass_times(plan, what.cluster)) <= step_s
 
 
 def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
