@@ -30,7 +30,9 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     fastest = {tensor: min(found, key=_step_s) for tensor, found in sides.items() if found}
     for tensor, best in fastest.items():
         yield f"Fastest {_WITH[tensor]}: {best.label}, {_numbers(best)}."
-    if len(fastest) == 2:
+    # A program of which nothing is known yet may have the fastest plan of a side.
+    is_open = bool(missing) or any(best.winner is None and best.gap for best in bests)
+    if len(fastest) == 2 and not is_open:
         ratio = _step_s(fastest[True]) / _step_s(fastest[False])
         one = len({program_label(best.name) for best in fastest.values()}) == 1
         words = ratio_text(ratio, one_program=one, tensor=True)
@@ -38,8 +40,8 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
             f"Speed without over with: {words}; in brackets, where nine in ten published pairs "
             f"without and with it are, of {'one program' if one else 'two programs'}."
         )
-        if told := ", ".join(_own_ratios(sides)):
-            yield f"Of one program, without over with: {told}."
+    if told := ", ".join(_own_ratios(sides)):
+        yield f"Of one program, without over with: {told}."
     yield from _published(task)
     cut = [*missing, *(best.label for best in bests if best.gap > MOST_GAP)]
     answer = _answer(fastest, cut)
@@ -106,8 +108,6 @@ def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:
     steps = {tensor: _step_s(best) for tensor, best in fastest.items()}
     ratio = steps.get(True, float("inf")) / steps.get(False, float("inf"))
     one = len({program_label(best.name) for best in fastest.values()}) == 1
-    text = need_text(ratio, one_program=one)
-    if not cut:
-        return text
-    told = "" if text.startswith("Cannot") else "Cannot be told: "
-    return f"{told}{text} Searches that were cut: {'; '.join(cut)}."
+    text = need_text(ratio, one_program=one, is_cut=bool(cut))
+    more = f" Cut: {'; '.join(cut)} (zeropp tune with a larger budget= searches longer)."
+    return text + more * bool(cut)

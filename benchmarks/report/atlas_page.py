@@ -177,9 +177,7 @@ def answers(rows: pd.DataFrame, measured: Callable[[dict[Any, Any]], str]) -> di
     texts = {}
     for key, of in found.groupby("key", sort=False):
         ratios = ratios_of(of)
-        text = need_text(ratios["without"], one_program=ratios["one_program"])
-        if ratios["cut"]:
-            text = f"Cannot be told, as a search was cut. {text}"
+        text = need_text(ratios["without"], one_program=ratios["one_program"], is_cut=ratios["cut"])
         if not any(ROWS[name].contender.space.tensor for name in of["contender"]):
             text = NONE_WITH_TP
         texts[str(key)] = " ".join(filter(None, (text, measured(of.to_dict("records")[0]))))

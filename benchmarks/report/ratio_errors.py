@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, combinations
-from math import exp, log, log1p
+from math import exp, inf, log, log1p
 from statistics import median
 from typing import Literal
 
@@ -167,15 +167,19 @@ def ratio_text(ratio: float, *, one_program: bool, tensor: bool = False) -> str:
 NONE_WITH_TP = "Cannot be told: no program that may have it was searched."
 
 
-def need_text(ratio: float, *, one_program: bool) -> str:
+def need_text(ratio: float, *, one_program: bool, is_cut: bool = False) -> str:
     """Whether tensor parallelism is needed, by the simulated speed without it over that with it: 0
-    and infinity where no plan of one side fits, NaN where none of both does."""
+    and infinity where no plan of one side fits, NaN where none of both does. ``is_cut``: a search
+    may have missed the best plan."""
+    words = f"{ratio - 1:.1%} faster" if ratio >= 1 else f"{1 - ratio:.1%} slower"
+    if is_cut:
+        known = f" So far the fastest plan without it is {words}." if 0 < ratio < inf else ""
+        return f"Cannot be told, as a search was cut.{known}"
     if ratio != ratio:
         return "Cannot be told: no plan fits."
-    if ratio in (0.0, float("inf")):
+    if ratio in (0.0, inf):
         return "Yes: no plan without it fits." if ratio == 0 else "No: no plan with it fits."
     reach = factor(one_program=one_program, tensor=True)
-    words = f"{ratio - 1:.1%} faster" if ratio >= 1 else f"{1 - ratio:.1%} slower"
     if not 1 / reach <= ratio <= reach:
         return f"{'No' if ratio > 1 else 'Yes'}: without it the fastest plan is {words}."
     return (

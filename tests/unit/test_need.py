@@ -68,11 +68,16 @@ def test_the_answer_is_yes_no_or_cannot_be_told() -> None:
 
 def test_a_search_that_was_cut_answers_nothing() -> None:
     cut = replace(found()[0], searched=(replace(found()[0].outcome, bound_s=0.0),))
-    (*_, last) = lines([cut, *found()[1:]])
-    assert "Cannot be told: " in last
-    assert last.endswith("Searches that were cut: FSDP2.")
-    (*_, last) = need_lines(SMALL, found(), ["ZeroPP"])
-    assert last.endswith("Searches that were cut: ZeroPP.")
+    (*told, last) = lines([cut, *found()[1:]])
+    assert "here? Cannot be told, as a search was cut. So far the fastest plan without" in last
+    assert "Cut: FSDP2 (" in last
+    assert any(line.startswith("Speed without over with") for line in told)
+    none = replace(found()[0].outcome, winner=None, is_complete=False)
+    unknown = replace(found()[0], outcome=none, searched=(none,))
+    for bests, missing in (([unknown, *found()[1:]], []), (found(), ["ZeroPP"])):
+        (*told, last) = need_lines(SMALL, bests, missing)
+        assert "Cannot be told, as a search was cut" in last
+        assert not any(line.startswith("Speed without over with") for line in told)
 
 
 def test_without_a_program_that_may_have_it_nothing_is_said() -> None:
