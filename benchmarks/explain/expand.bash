@@ -24,17 +24,17 @@ command_not_found_handle() {
 }
 
 source() {  # what lies beside the script, or in a folder from there, wherever its path begins
-    local file=$1
-    [[ $file == /* ]] || file=$PWD/$file
-    file=${file#/}
-    while [[ ! -f $file && $file == */* ]]; do
-        file=${file#*/}
+    local _file=$1 _text
+    [[ $_file == /* ]] || _file=$PWD/$_file
+    _file=${_file#/}
+    while [[ ! -f $_file && $_file == */* ]]; do
+        _file=${_file#*/}
     done
-    if [[ -f $file ]]; then
-        local BASH_SOURCE_=$_folder/$file text
-        text=$(<"$file")
+    if [[ -f $_file ]]; then
+        local BASH_SOURCE_=$_folder/$_file
+        _text=$(<"$_file")
         shift
-        eval "${text//BASH_SOURCE/BASH_SOURCE_}"
+        eval "${_text//BASH_SOURCE/BASH_SOURCE_}"
     else
         printf '%s\0' source "$1" $'\1' >&9
     fi
@@ -50,6 +50,7 @@ exit() {  # a check of another machine fails here, and what follows is still the
 exec() { (($#)) && command_not_found_handle "$@"; }
 cd() {  # in name only
     local place=${*: -1}
+    [[ $# == 0 || $place == - ]] && return
     [[ $place == /* ]] && PWD=$place || PWD=$PWD/$place
 }
 pwd() { printf '%s\n' "$PWD"; }

@@ -176,7 +176,7 @@ _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
-    "optimizer.type": (("Adam", "AdamW"), "priced with Adam's states"),
+    "optimizer.type": (("Adam", "AdamW", "adam", "adamw"), "priced with Adam's states"),
     "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
     "pipeline.partition": ("parameters", "priced with stages of equal cost"),
 }
@@ -249,10 +249,13 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
             raise SpecError(f"{others[0]}: no price with ZeRO-3 (use 1)")
         reading.contender, reading.free = "deepspeed_zero3", "shard"
-        reading.knobs = {"shard": replicate, "context": context, "allgather_sequential": False}
+        reading.knobs = {"shard": replicate, "context": context}
         reading.knobs |= {
             knob: keys.number(key, default, least=0) for key, (knob, default) in _STAGE3.items()
         }
+        reading.knobs["allgather_sequential"] = bool(
+            keys.take("zero_optimization.stage3_allgather_sequential", False)
+        )
         if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
             reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
     elif context > 1:

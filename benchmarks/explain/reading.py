@@ -81,7 +81,8 @@ class Keys:
         if (value := self.given(key)) is None:
             return default
         try:
-            number = int(str(value).removesuffix(".0"))
+            whole = isinstance(value, float) and value.is_integer()
+            number = int(value if whole else str(value))
         except ValueError:
             raise SpecError(f"{key}={value!r}: must be a whole number") from None
         if number < least:

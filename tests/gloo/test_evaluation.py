@@ -550,3 +550,32 @@ def test_modes_are_those_of_a_module() -> None:
         own = [part for layer in model.engine.layers.values() for part in layer.modules()]
         assert all(part.training for part in own)
         assert abs(steps(model, 0)[0] - losses[1]) > 1e-6
+
+
+class Showing(One):
+    """Keeps a view of a parameter, and what it gave last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alphas = nn.Parameter(torch.ones(2))
+        self.shown: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alpha = self.alphas[0]
+        y = self.linear(x) * self.alpha
+        self.shown = y.detach()
+        return y
+
+
+@on_ranks(2)
+def test_an_evaluation_leaves_what_layers_show_and_no_view_of_a_parameter() -> None:
+    with built(seeded([linear, Showing, linear]), shard=2) as model:
+        steps(model, 0)
+        (layer,) = (one for one in model.engine.layers.values() if isinstance(one, Showing))
+        for step in (1, 2):
+            before = layer.shown
+            x, y = (part[model.rows] for part in data(step))
+            model.eval_step(x, y)
+            assert layer.shown is not None
+            assert layer.shown is not before
+        steps(model, 3)

@@ -215,6 +215,23 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
                 model.load(tmp_path / saved, weights_only=True)
 
 
+class Never:
+    """Is not copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Never:
+        raise AssertionError
+
+    def after(self, *_: Any) -> None:
+        """A hook of an optimizer."""
+
+
+@on_ranks(1)
+def test_what_the_hooks_of_an_optimizer_are_bound_to_is_not_copied() -> None:
+    with built(optimizer=own(torch.optim.AdamW, lr=0.1)) as model:
+        model.optimizer.register_step_post_hook(Never().after)
+        assert model.state_dict()
+
+
 @on_ranks(1)
 def test_several_optimizers_share_what_the_one_shows() -> None:
     """Both have settings and state."""
@@ -540,6 +557,13 @@ def test_weights_alone_are_loaded(tmp_path: Path) -> None:
         model.load(plain, weights_only=True)
         again = dict(model.full_parameters())
         assert all(torch.equal(again[name], start[name]) for name in after)
+    with built(seeded([linear] * 4), optimizer=own(torch.optim.SGD, lr=0.1), shard=2) as model:
+        if dist.get_rank() == 0:
+            state = nn.ModuleList(seeded([linear] * 4)).state_dict()
+            save({"model": state}, checkpoint_id=str(tmp_path / "bare"), no_dist=True)
+        assert "has no steps_done (weights_only=True" in error_of(
+            partial(model.load, tmp_path / "bare")
+        )
 
 
 @on_ranks(4)

@@ -440,6 +440,8 @@ def _state_of(engine: Engine) -> State:
 def _shapes_in(place: Path) -> dict[str, Tensor]:
     """Tensors without values, like those of layers and of an optimizer's state in a checkpoint."""
     known = FileSystemReader(place).read_metadata().state_dict_metadata
+    if f"model.{STEPS}" not in known:
+        raise CheckpointError(f"{place}: has no {STEPS} (weights_only=True reads parameters alone)")
     tensors = {n: one for n, one in known.items() if isinstance(one, TensorStorageMetadata)}
     return {
         name.removeprefix("model."): torch.empty(one.size, device="meta")

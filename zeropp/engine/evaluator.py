@@ -241,19 +241,16 @@ def unchanged(
     roots: Iterable[nn.Module], device: torch.device, apart: Collection[nn.Module] = ()
 ) -> Iterator[None]:
     """Afterwards modules have the modes of before and, except for those ``apart``, the buffers and
-    all other attributes, with the values of buffers and numbers; torch, Python and numpy draw as
-    before."""
+    numbers, also those in tensors; torch, Python and numpy draw as before."""
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes or buffers, and as before
-    values: list[tuple[Tensor, Tensor]] = []
     for part in {part: None for root in roots for part in root.modules()}:
-        own = vars(part)
-        if part in apart:
-            kept.append((own, {"training": part.training}))
-            continue
-        for held in (own, own["_buffers"]):
-            kept.append((held, dict(held)))
-            tensors = [x for x in held.values() if isinstance(x, Tensor)]
-            values += [(x, x.clone()) for x in tensors if held is not own or not x.dim()]
+        own, numbers = vars(part), {"training": part.training}
+        if part not in apart:
+            numbers |= {name: value for name, value in own.items() if _is_number(value)}
+            kept.append((own["_buffers"], dict(own["_buffers"])))
+        kept.append((own, numbers))
+    tensors = [x for _, before in kept for x in before.values() if isinstance(x, Tensor)]
+    values = [(x, x.clone()) for x in tensors]
     with forked_generators(device):
         try:
             yield
@@ -264,6 +261,12 @@ def unchanged(
                 for value, number in values:
                     if 0 not in value.stride():  # else nothing can write to it
                         value.copy_(number)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):  # not a part of a parameter, which may have no memory now
+        return not value.dim() and not value.requires_grad
+    return isinstance(value, int | float | complex)
 
 
 def _shapes(tensors: Tensors) -> list[TensorShape]:

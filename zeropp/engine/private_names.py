@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -68,10 +68,11 @@ def as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     own, tensors = dict(vars(optimizer)), [x for g in optimizer.param_groups for x in g["params"]]
     inner = [one for one in own.values() if isinstance(one, torch.optim.Optimizer)]
     memo: dict[int, Any] = {id(one): one for one in (optimizer, *inner, *tensors)}
-    for name, value in own.items():
-        with suppress(Exception):  # what cannot be copied stays
+    hooks = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+    for name, value in (own | hooks).items():
+        # What cannot be copied stays, unless a step would change it.
+        with nullcontext() if name in ("state", "param_groups") else suppress(Exception):
             vars(optimizer)[name] = copy.deepcopy(value, memo)
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
     try:
         with torch.random.fork_rng({one.device for one in tensors if one.is_cuda}):
             yield
