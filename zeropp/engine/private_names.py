@@ -68,7 +68,7 @@ def as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     own, tensors = dict(vars(optimizer)), [x for g in optimizer.param_groups for x in g["params"]]
     inner = [one for one in own.values() if isinstance(one, torch.optim.Optimizer)]
     memo: dict[int, Any] = {id(one): one for one in (optimizer, *inner, *tensors)}
-    hooks = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+    hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
     for name, value in (own | hooks).items():
         # What cannot be copied stays, unless a step would change it.
         with nullcontext() if name in ("state", "param_groups") else suppress(Exception):
