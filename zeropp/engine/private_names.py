@@ -69,11 +69,11 @@ def as_before(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     inner = [one for one in own.values() if isinstance(one, torch.optim.Optimizer)]
     memo: dict[int, Any] = {id(one): one for one in (optimizer, *inner, *tensors)}
     hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
-    for name, value in (own | hooks).items():
-        # What cannot be copied stays, unless a step would change it.
-        with nullcontext() if name in ("state", "param_groups") else suppress(Exception):
-            vars(optimizer)[name] = copy.deepcopy(value, memo)
     try:
+        for name, value in (own | hooks).items():
+            # What cannot be copied stays, unless a step would change it.
+            with nullcontext() if name in ("state", "param_groups") else suppress(Exception):
+                vars(optimizer)[name] = copy.deepcopy(value, memo)
         with torch.random.fork_rng({one.device for one in tensors if one.is_cuda}):
             yield
     finally:
