@@ -595,7 +595,9 @@ class _Search(Generic[K]):
                 held = of_sums[later]
             if least_bytes(self.steps.with_least_cap(plan), held) <= self._limit:
                 yield candidate, plan, held
-                fewest = blocks_of(found) if offloads and is_first else 0
+                # With a cap that was asked for, larger units may hold less.
+                is_least = is_first and getattr(entry.asked, "activation_cap", "auto") == "auto"
+                fewest = blocks_of(found) if offloads and is_least else 0
             else:
                 self.outcome.rejected[OOM] += 1
                 if is_first and least_of_family(plan, held) > self._limit:
