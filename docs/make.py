@@ -381,7 +381,9 @@ def _host_link(_: str) -> str:
         before = kept.loc[(row["model"], row["cluster"])]
         pairs = [f"{before[name]:,.0f} → {row[name]:,.0f}" for name in names]
         case = [model_label(row["model"]), cluster_label(row["cluster"])]
-        lines.append([*case, f"{row[of_link]:g}", *(pair.replace("nan → nan", "–") for pair in pairs)])
+        lines.append(
+            [*case, f"{row[of_link]:g}", *(pair.replace("nan → nan", "–") for pair in pairs)]
+        )
     heads = ["model", "cluster", "link [GB/s]", *map(contender_label, names)]
     return markdown_table(heads, lines)
 

@@ -156,6 +156,7 @@ _DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
 _DEEPSPEED_STEP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BUCKET = "zero_optimization.reduce_bucket_size"
+_SEQUENTIAL = "zero_optimization.stage3_allgather_sequential"
 _STAGE3 = {  # keys of ZeRO-3's gathers: the contender's names, and DeepSpeed's defaults
     "zero_optimization.stage3_prefetch_bucket_size": ("prefetch_bucket_size", 50_000_000),
     "zero_optimization.stage3_param_persistence_threshold": (
@@ -253,9 +254,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         reading.knobs |= {
             knob: keys.number(key, default, least=0) for key, (knob, default) in _STAGE3.items()
         }
-        reading.knobs["allgather_sequential"] = bool(
-            keys.take("zero_optimization.stage3_allgather_sequential", False)
-        )
+        reading.knobs["allgather_sequential"] = bool(keys.take(_SEQUENTIAL, False))
         if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
             reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
     elif context > 1:

@@ -26,6 +26,7 @@ from benchmarks.launch.points import plan_point
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.simulated import BASES, SEARCHED, line_of, plan_record, prediction
 from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.ratio_errors import memory_room
 from benchmarks.report.tables import published as published_scaling
 from benchmarks.report.tables import scaling_table
 from benchmarks.specification.compose import compose
@@ -176,7 +177,8 @@ def scaled(task: Task, name: str, row: Row) -> dict[str, str]:
     """A contender's speed and plan, from the setting that the row keeps; older rows keep none."""
     setting = json.loads(row[f"{name}_setting"])
     own = candidate_in(name, setting["knobs"], setting["microbatch_size"])
-    result = own[1].simulated(task, own[2])
+    room = memory_room(own[1].published_as)
+    result = own[1].simulated(replace(task, memory_margin=room.share), own[2])
     flops = model_flops_per_token(task.shape) * result.tokens_per_s_per_gpu
     return {name: f"{flops / 1e12:.6g}", f"{name}_plan": describe(result.plan)}
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 from zlib import crc32
 
@@ -16,14 +17,11 @@ from torch import Tensor, nn
 from zeropp.engine.evaluator import Evaluator, Outputs, Passed
 from zeropp.engine.interpreter import Interpreter
 from zeropp.engine.layers.chunk import Chunk, seed_piece
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.layers.offload import HostMemory, Offload
 from zeropp.engine.layers.values import POSITIONS, TensorShape, Value
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.parameters.parts import GradientParts, GradientRoom
-from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.ranks.collectives import Channels, make_groups, neighbours
 from zeropp.engine.ranks.cuda_settings import check_cuda
@@ -39,6 +37,10 @@ from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Op
 from zeropp.types.layout import InfeasibleError
 from zeropp.types.training import StepResult
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
+    from zeropp.engine.layers.offload import HostMemory
 
 _CLOSED = "this model was closed (create a new model, and load a checkpoint)"
 Batches = tuple[tuple[int, int], ...]  # (steps, rows of each)
@@ -92,8 +94,11 @@ class Engine:
             )
             agree(lambda: self._make_own(sizes, plan, settings, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout, undo)
-            names = settings.tied
-            tied = TiedWeights(names, plan, self.flats, timeout, undo) if names else None
+            tied = None
+            if settings.tied is not None:
+                from zeropp.engine.parameters.tied import TiedWeights
+
+                tied = TiedWeights(settings.tied, plan, self.flats, timeout, undo)
             self._copy = tied and tied.copy
             self.update = ParameterUpdate(
                 self.flats,
@@ -328,9 +333,15 @@ class Engine:
         _claimed.update(wanted)
         undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
         self.lanes = make_lanes(self._device, undo)
-        host = HostMemory(self._device, undo) if plan.offloaded_stages else None
+        host = None
+        if plan.offloaded_stages:
+            from zeropp.engine.layers.offload import HostMemory
+
+            host = HostMemory(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._layout.context > 1:
+            from zeropp.engine.layers.context import Context
+
             self.context = Context(
                 self._layout.context,
                 self._layout.coordinates(dist.get_rank())["context"],
@@ -394,12 +405,11 @@ class Engine:
         flats = list(made)
         if plan.gradient_parts > 1 and (late := [flat for flat in flats if flat.deferred]):
             store.parts = GradientParts(late[::-1], room)
-        sent = blocks[: plan.offloaded_per_stage[stage]]
-        offload = (
-            Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
-            if host and sent
-            else None
-        )
+        sent, offload = blocks[: plan.offloaded_per_stage[stage]], None
+        if host is not None and sent:
+            from zeropp.engine.layers.offload import Offload
+
+            offload = Offload(host, sent, lambda x: any(flat.is_in_buffer(x) for flat in flats))
         indices = list(layers)
         first = self._layout.dp_index(dist.get_rank()) * plan.num_microbatches
 

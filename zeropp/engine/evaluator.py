@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.layers.chunk import Chunk, forked_generators, shown
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.values import Key, Tensors, TensorShape, Value, alike, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.ranks.collectives import Channels
@@ -21,6 +20,9 @@ from zeropp.engine.ranks.errors import gathered, refusal, together
 from zeropp.engine.sliced_head import SlicedHead
 from zeropp.schedule.program import Op, Schedule
 from zeropp.types.layout import Layout
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
 
 Outputs = Callable[[Any], Value]  # of what the model gives for a microbatch
 Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it

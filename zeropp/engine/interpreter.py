@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.layers.chunk import Chunk, shown
-from zeropp.engine.layers.offload import Offload
 from zeropp.engine.layers.values import Key, Tensors, tensors_of
 from zeropp.engine.loss import Loss, Microbatches
 from zeropp.engine.parameters.flat import FlatParameters
@@ -21,6 +21,9 @@ from zeropp.engine.sliced_head import SlicedHead
 from zeropp.engine.update.optimizer import ParameterUpdate
 from zeropp.schedule.program import Action, Op, Schedule, before_reductions, merged_weights
 from zeropp.types.training import StepResult
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.offload import Offload
 
 _Message = list[tuple[Tensor, dist.Work]]
 

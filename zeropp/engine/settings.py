@@ -18,7 +18,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.values import POSITIONS, said_of
 from zeropp.schedule.plan import Plan
 from zeropp.types.knobs import StepKnobs
@@ -37,6 +36,7 @@ from zeropp.types.literals import (
 from zeropp.types.training import OptimizerConfig
 
 if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
     from zeropp.price.cluster import Cluster
 else:
     Cluster = object  # its module is loaded, and looks at the value, where there is one
@@ -203,7 +203,11 @@ class Settings(StepKnobs):
     def slicing(self) -> Context | None:
         """The ranks that divide sequences, for a walk over the layers."""
         size, packs = self.layout.context, POSITIONS in self.sample_keywords
-        return Context(size, packs=packs, without_tokens=self.without_tokens) if size > 1 else None
+        if size == 1:
+            return None
+        from zeropp.engine.layers.context import Context
+
+        return Context(size, packs=packs, without_tokens=self.without_tokens)
 
     @cached_property
     def hardware(self) -> Cluster | None:

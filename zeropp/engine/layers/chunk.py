@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from zeropp.engine.layers.context import Context
 from zeropp.engine.layers.deferred import WeightGradStore, backward_of_chunk, save_early
-from zeropp.engine.layers.offload import Offload
 from zeropp.engine.layers.values import (
     TensorShape,
     Value,
@@ -35,6 +33,10 @@ from zeropp.engine.layers.values import (
 from zeropp.engine.parameters.flat import FlatParameters
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.types.literals import Recompute
+
+if TYPE_CHECKING:
+    from zeropp.engine.layers.context import Context
+    from zeropp.engine.layers.offload import Offload
 
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.parameters.flat_layout import ElementRange, FlatLayout, OptimizerShard, Slot
-from zeropp.engine.parameters.whole import WholeParameters
 from zeropp.engine.ranks.collectives import (
     DataGroups,
     all_gather_single,
@@ -42,6 +41,7 @@ from zeropp.engine.ranks.lanes import Lanes, Ticket
 
 if TYPE_CHECKING:
     from zeropp.engine.parameters.parts import GradientRoom
+    from zeropp.engine.parameters.whole import WholeParameters
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ class FlatParameters:
             ]
         elif layout.spans:
             assert groups.owners is not None
+            from zeropp.engine.parameters.whole import WholeParameters
+
             self.whole = WholeParameters(layout, groups.owners, types.master, self.master.device)
 
     @property

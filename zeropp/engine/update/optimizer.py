@@ -7,9 +7,9 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 from zlib import crc32
 
 import torch
@@ -17,13 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.parameters.flat import FlatParameters
-from zeropp.engine.parameters.tied import TiedWeights
 from zeropp.engine.private_names import step_hooks
 from zeropp.engine.ranks.errors import ErrorBarrier
 from zeropp.engine.ranks.given_rows import checksum
 from zeropp.engine.ranks.lanes import Lanes
 from zeropp.engine.settings import MakeOptimizer
-from zeropp.engine.update.hooks import allowed, refusing_numbers_of_a_rank
 from zeropp.engine.update.update_rules import (
     clip_factor,
     is_plain,
@@ -33,6 +31,9 @@ from zeropp.engine.update.update_rules import (
 )
 from zeropp.types.layout import InfeasibleError, Layout
 from zeropp.types.training import OptimizerConfig, StepResult
+
+if TYPE_CHECKING:
+    from zeropp.engine.parameters.tied import TiedWeights
 
 
 @dataclass
@@ -266,9 +267,13 @@ class ParameterUpdate:
         if self.updater.clip_norm:
             self._scale(clip_factor(result.grad_norm, self.updater.clip_norm))
         finite = torch.isfinite(result.grad_norm)
-        is_watched = self.world is not None and not self.updater.is_torchs
-        shards = (one.tensor for flat in self.flats for one in flat.flat_shards)
-        with refusing_numbers_of_a_rank(shards) if is_watched else nullcontext():
+        watch: AbstractContextManager[None] = nullcontext()
+        if self.world is not None and not self.updater.is_torchs:  # not loaded for others
+            from zeropp.engine.update.hooks import refusing_numbers_of_a_rank
+
+            shards = (one.tensor for flat in self.flats for one in flat.flat_shards)
+            watch = refusing_numbers_of_a_rank(shards)
+        with watch:
             self.updater.update(finite)
         self.skipped_steps.add_(~finite)
         return result
@@ -282,6 +287,8 @@ class ParameterUpdate:
             )
         if not norm_type > 0:
             raise ValueError(f"clip_grad_norm_: norm_type={norm_type}: must be more than 0")
+        from zeropp.engine.update.hooks import allowed
+
         with allowed():
             norm = norm_power(self._gradients(), self.lanes.device, norm_type)
         is_largest = math.isinf(norm_type)
