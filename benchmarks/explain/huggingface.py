@@ -273,6 +273,21 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     reading.traits |= {"eager": reading.code, "traffic_factor": _EAGER_TRAFFIC}
     # ``PipelineModule`` recomputes runs of this length; 0: none.
     _recompute(reading, stated=bool(keys.number("pipeline.activation_checkpoint_interval")))
+    is_open = said.get(_DEEPSPEED_STEP[1]) == "auto"
+    batch, size = _batch_of(keys, reading, replicate, is_open=is_open)
+    settings = {"global_batch": batch, "microbatch_size": size, "num_gpus": num_gpus}
+    reading.settings |= {key: value for key, value in settings.items() if value} | {
+        "precision": own
+    }
+    keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
+    return reading
+
+
+def _batch_of(
+    keys: Keys, reading: Reading, replicate: int, *, is_open: bool
+) -> tuple[int | None, int | None]:
+    """Sequences per step and per microbatch, as far as the file says them; ``is_open``: not how
+    many microbatches a step has. Raises SpecError where they do not fit each other."""
     batch = keys.number("train_batch_size", least=1)
     given = {key: number for key in _DEEPSPEED_STEP if (number := keys.number(key, least=1))}
     size, whole = given.get(_DEEPSPEED_STEP[0]), prod(given.values()) * replicate
@@ -283,17 +298,12 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
             f"{' x N' * (len(given) < 2)}, so DeepSpeed refuses it (take one of these keys out, or "
             "give the file's own num_gpus)"
         )
-    if said.get(_DEEPSPEED_STEP[1]) != "auto":
+    if not is_open:
         if batch is None and size:
             batch, reading.batch_per_replica = whole, whole // replicate
         elif size is None and batch:
             size = batch // whole
-    settings = {"global_batch": batch, "microbatch_size": size, "num_gpus": num_gpus}
-    reading.settings |= {key: value for key, value in settings.items() if value} | {
-        "precision": own
-    }
-    keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
-    return reading
+    return batch, size
 
 
 def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
