@@ -39,24 +39,25 @@ _KEPT_PARAMETERS = 4_000_000  # the updates of three steps take 48 MB
 class NumberTypes:
     """The number types of one training run: of the parameters that the optimizer updates
     (``masters``), of the copies with which the model computes, and of the sums of the gradients of
-    microbatches."""
+    microbatches; ``eight_bits``: whether blocks multiply in 8 bits."""
 
     masters: torch.dtype
     compute: torch.dtype
     sums: torch.dtype
+    eight_bits: bool = False
 
 
 # With the types of the run, one process makes rounding errors like those of any contender.
 ROUNDED: dict[Precision, NumberTypes] = {
     "fp32": NumberTypes(torch.float32, torch.float32, torch.float32),
     "bf16": NumberTypes(torch.float32, torch.bfloat16, torch.float32),
-    "fp8": NumberTypes(torch.float32, torch.bfloat16, torch.float32),
+    "fp8": NumberTypes(torch.float32, torch.bfloat16, torch.float32, eight_bits=True),
 }
-# With the next wider types, it makes almost none; products in 8 bits stay as they are.
+# With the next wider types, it makes almost none of these.
 EXACT: dict[Precision, NumberTypes] = {
     "fp32": NumberTypes(torch.float64, torch.float64, torch.float64),
     "bf16": NumberTypes(torch.float32, torch.float32, torch.float32),
-    "fp8": NumberTypes(torch.float32, torch.float32, torch.float32),
+    "fp8": ROUNDED["bf16"],
 }
 
 
@@ -103,7 +104,7 @@ class OneProcess:
         self._spec, self._batches, self._device = spec, batches, device
         self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
         self._working = build_model(spec.model, spec.seed, device).to(types.compute)
-        if spec.precision == "fp8":
+        if types.eight_bits:
             for block in list(self._working)[1:-1]:
                 to_8_bits(block, device)
         if spec.model.dropout:
