@@ -19,9 +19,10 @@ A run in 16 or 8 bits has parts
     What bf16 rounds hides a few percent of a gradient. So the same configuration is compared in
     fp32 first, where nothing is hidden, and then in bf16, for mistakes that only bf16 has: weights,
     sums or losses in too narrow a type, copies in bf16 that are not those of the masters. What 8
-    bits round hides more. So a run in 8 bits is compared in these two and then as it is, for
-    mistakes of its conversion. A configuration that cannot run in fp32 is compared without, and the
-    record says so.
+    bits round hides more. So a run in 8 bits is compared in these two and then as it is. Two right
+    runs in 8 bits are as far from each other as from one in bf16, but all are equally far from it:
+    what is not converted makes this distance smaller. A configuration that cannot run in fp32 is
+    compared without, and the record says so.
     In bf16 and in 8 bits the first step is also taken with each rank's microbatches in another
     order (``order_checks``). Each microbatch is rounded as before, so that only the rounding of
     their sum can differ: by 1e-6 if it is summed in fp32, by 1e-3 if in bf16. In which type
