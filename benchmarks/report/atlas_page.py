@@ -240,7 +240,7 @@ def _folded(text: str, letters: int) -> str:
 
 
 def _command(row: dict[Any, Any]) -> str:
-    """The line that measures a row's plan; empty if its contender can be priced only, or if the
+    """The line that measures a row's plan; empty if its contender can be simulated only, or if the
     row has the plan of another program, as the bound may."""
     knobs = dict(row["knobs"])
     size = knobs.pop("microbatch_size")
@@ -332,7 +332,7 @@ def _command_of(lines: pd.DataFrame) -> alt.Chart:
     """The command that measures the chosen contender's plan."""
     import altair as alt
 
-    none = "datum.command ? datum.command : 'no command: nothing fits, or it can be priced only'"
+    none = "datum.command ? datum.command : 'no command: nothing fits, or it can be simulated only'"
     return (
         _looked_up(alt.Chart(pd.DataFrame({"none": [0]})), lines, "contender")
         .transform_calculate(command=none)
