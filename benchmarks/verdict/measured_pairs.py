@@ -213,7 +213,9 @@ def pairs_figure() -> Figure:
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.grid(axis="x")
     axis.legend(loc="lower right", fontsize=8)
-    axis.set_xlabel("speed without tensor parallelism over speed with it (right: programs without / with)")
+    axis.set_xlabel(
+        "speed without tensor parallelism over speed with it (right: programs without / with)"
+    )
     return figure
 
 
