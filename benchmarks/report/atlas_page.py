@@ -50,8 +50,8 @@ _NUMBERS = ("seq", "num_gpus", "per_gpu")
 _WHOLE = {name for name, row in ROWS.items() if row.contender.space.tensor
           and not name.endswith(("_tp", "_tp1")) and name != "deepspeed_3d"}  # fmt: skip
 WITHIN = "within the errors"
-_WIDTH = 324  # pixels of a chart
-_PLAN, _COMMAND = 58, 54  # letters of a line of it
+# Pixels of a chart, and letters of a plan's and of a command's line in it.
+_WIDTH, _PLAN, _COMMAND = 324, 58, 54
 # What Altair has no words for: side by side where there is room, one below the other on a phone.
 _LAYOUT = {"columns": {"signal": "windowSize()[0] > 800 ? 2 : 1"}, "align": "none"}
 _FIELDS = ["speed", "low", "high", "text", "plan", "command"]

@@ -181,10 +181,9 @@ def need_text(ratio: float, *, one_program: bool, is_cut: bool = False) -> str:
         return "Yes: no plan without it fits." if ratio == 0 else "No: no plan with it fits."
     reach = factor(one_program=one_program, tensor=True)
     answer = "No" if ratio > reach else "Yes" if ratio < 1 / reach else "Cannot be told"
-    whose = "one program" if one_program else "two programs"
     return (
-        f"{answer}: without it the fastest plan is {words}; nine in ten such ratios of {whose} "
-        f"are off by at most {reach - 1:.0%}."
+        f"{answer}: without it the fastest plan is {words}; nine in ten such ratios of "
+        f"{'one program' if one_program else 'two programs'} are off by at most {reach - 1:.0%}."
     )
 
 
