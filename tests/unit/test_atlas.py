@@ -308,9 +308,9 @@ def test_a_case_whose_two_plans_are_of_one_program_has_that_programs_error() -> 
     """The table, the numbers of sentences and the page's answer have one error."""
     one, two = (factor(one_program=name, tensor=True) for name in (True, False))
     between = 110.0 / ((one + two) / 2)
-    others = {"zeropp": None, "fsdp": None}
-    for changed, beyond in ((others | {"megatron_core_tp1": between}, "1"),
-                            ({"zeropp": between}, "0")):  # fmt: skip
+    core: dict[str, float | None] = {"zeropp": None, "fsdp": None, "megatron_core_tp1": between}
+    zeropp: dict[str, float | None] = {"zeropp": between}
+    for changed, beyond in ((core, "1"), (zeropp, "0")):
         tables = atlas_tables(_rows(changed))
         assert tables["slower"] == _cells(tables["need"])[0][5] == beyond
         ratios = ratios_of(_rows(changed))
