@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,6 +247,23 @@ def _whole_blocks(contender: str) -> str:
     return f"{longer.median():.1%} longer in the median and {longer.max():.1%} at most"
 
 
+def _number(name: str) -> str:
+    """A number of a sentence that stands in no table of its page."""
+    orders = json.loads((_REFERENCE / "schedule_orders.json").read_text())
+    sums = load_frame([_REFERENCE / "sums"])[0]["losses"]
+    eight = pd.read_csv(_REFERENCE / "eight_bits.csv")
+    weak = pd.read_csv(_REFERENCE / "scaling" / "weak_scaling.csv").query("parameters_b >= 39")
+    ahead = (weak["zeropp"] / weak["megatron_core"]).groupby(weak["cluster"])
+    return {
+        "orders_sizes": f"{orders['bound']['sizes']:,}",
+        "orders_plans": f"{orders['durations']['plans']}",
+        "orders_gain": f"{orders['durations']['mean_gain']:.1%}",
+        "sums": f"{max(abs(a / b - 1) for a, b in zip(*sums, strict=True)):.3%}",
+        "eight_bits": f"{(eight['fp8'] / eight['bf16'] - 1).abs().max():.1%}",
+        **{f"ahead_{of}": f"{each.min():.2f} to {each.max():.2f}" for of, each in ahead},
+    }[name]
+
+
 def _traced(column: str) -> str:
     """Simulated memory against traced, by a column of their table."""
     frame = pd.read_csv(_REFERENCE / "memory" / "traced_vs_simulated.csv")
@@ -451,6 +469,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "fits": _fits,
     "priced": _priced,
     "whole_blocks": _whole_blocks,
+    "number": _number,
     "traced": _traced,
     "configurations": _configurations,
     "replays": _replays,

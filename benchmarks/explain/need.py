@@ -64,7 +64,8 @@ def _numbers(best: Best) -> str:
     return (
         f"{winner.step_s:.3g} s, {winner.result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{gap} "
         f"({describe(winner.plan)}); {winner.peak_bytes / 2**30:.1f} GiB, with {best.room.words} "
-        f"{most:.1f} of {device.usable_bytes / 2**30:.1f} GiB"
+        f"{most:.1f} of {device.usable_bytes / 2**30:.1f} GiB ({device.memory_gib:g} less "
+        f"{device.reserved_gib:g} for CUDA)"
     )
 
 

@@ -50,7 +50,8 @@ _NUMBERS = ("seq", "num_gpus", "per_gpu")
 _WHOLE = {name for name, row in ROWS.items() if row.contender.space.tensor
           and not name.endswith(("_tp", "_tp1")) and name != "deepspeed_3d"}  # fmt: skip
 WITHIN = "within the errors"
-_WIDTH, _LETTERS = 324, 54  # pixels of a chart, and letters of a line in it
+# Pixels of a chart, and letters of a plan's and of a command's line in it.
+_WIDTH, _PLAN, _COMMAND = 324, 58, 54
 # What Altair has no words for: side by side where there is room, one below the other on a phone.
 _LAYOUT = {"columns": {"signal": "windowSize()[0] > 800 ? 2 : 1"}, "align": "none"}
 _FIELDS = ["speed", "low", "high", "text", "plan", "command"]
@@ -65,7 +66,7 @@ body .vega-embed.vega-embed { flex-direction: column; padding: 0 }
 form.vega-bindings { order: -1; display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 8px 0 }
 h1 { font-size: 1.3rem }
 .vega-bind-name { margin-right: 4px } select { font: inherit }
-@media print { :root { --ink: #000; --ground: #fff } }
+@media print { :root { --ink: #000; --ground: #fff } .vega-embed svg { max-height: 190mm } }
 </style>"""
 
 
@@ -121,9 +122,10 @@ def write_page(
     types = "as its users run it" if (rows["basis"] == BASES["own"]).any() else "gradients in fp32"
     text = (
         f"Every program at the best plan that a search has found, {types}. All "
-        "numbers are simulated. Nine in ten ratios of two programs are measured within a factor "
-        f"of {reach:.2f} of the simulated ones: where the grey ends of two bars overlap, either "
-        "may be faster, and the map is grey where the two fastest programs are that near."
+        "numbers are simulated. Nine in ten ratios of any two programs are measured within a "
+        f"factor of {reach:.2f} of the simulated ones: where the grey ends of two bars overlap, "
+        "either may be faster, and the map is grey where the two fastest programs are that near. "
+        "The first line has the larger error of a plan without tensor parallelism over one with it."
     )
     place = '<div class="vega-visualization"'
     page = page.replace("<head>", head, 1).replace(
@@ -228,17 +230,17 @@ def _case(row: dict[Any, Any]) -> dict[str, Any]:
         "low": round(speed / reach, 1),
         "high": round(speed * reach, 1),
         "text": f"{line['contender']}\n{speed:,.0f} tokens/s/GPU, MFU {row['mfu']:.0%}, {memory}",
-        "plan": _folded(row["source"]["plan"].get("words") or row["layout"]),
-        "command": _folded(_command(row)),
+        "plan": _folded(row["source"]["plan"].get("words") or row["layout"], _PLAN),
+        "command": _folded(_command(row), _COMMAND),
     }
 
 
-def _folded(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, _LETTERS, break_on_hyphens=False))
+def _folded(text: str, letters: int) -> str:
+    return "\n".join(textwrap.wrap(text, letters, break_on_hyphens=False))
 
 
 def _command(row: dict[Any, Any]) -> str:
-    """The line that measures a row's plan; empty if its contender can be priced only, or if the
+    """The line that measures a row's plan; empty if its contender can be simulated only, or if the
     row has the plan of another program, as the bound may."""
     knobs = dict(row["knobs"])
     size = knobs.pop("microbatch_size")
@@ -285,6 +287,7 @@ def chart(rows: pd.DataFrame) -> alt.ConcatChart:
     left = alt.vconcat(_bars(lines, options["contender"]), _command_of(lines), spacing=4)
     return (
         alt.concat(left, _map(lines, options), columns=2, spacing=40)
+        .resolve_scale(color="independent")  # so that the map's legend stands below it
         .add_params(*choices)
         .configure(background="transparent", font="system-ui, sans-serif", view={"stroke": None})
     )
@@ -321,7 +324,7 @@ def _bars(lines: pd.DataFrame, names: list[str]) -> alt.LayerChart:
     return (
         _looked_up(alt.layer(*layers, data=table), lines, "datum.contender")
         .transform_calculate(text=none, plan="datum.plan || ''")
-        .properties(width=_WIDTH, height={"step": 94})
+        .properties(width=_WIDTH, height={"step": 108})
     )
 
 
@@ -329,13 +332,13 @@ def _command_of(lines: pd.DataFrame) -> alt.Chart:
     """The command that measures the chosen contender's plan."""
     import altair as alt
 
-    none = "datum.command ? datum.command : 'no command: nothing fits, or it can be priced only'"
+    none = "datum.command ? datum.command : 'no command: nothing fits, or it can be simulated only'"
     return (
         _looked_up(alt.Chart(pd.DataFrame({"none": [0]})), lines, "contender")
         .transform_calculate(command=none)
         .mark_text(align="left", baseline="top", lineBreak="\n", fontSize=10, font="monospace")
         .encode(x=alt.value(0), y=alt.value(0), text="command:N")
-        .properties(width=_WIDTH, height=130)
+        .properties(width=_WIDTH, height=170)
     )
 
 

@@ -180,11 +180,10 @@ def need_text(ratio: float, *, one_program: bool, is_cut: bool = False) -> str:
     if ratio in (0.0, inf):
         return "Yes: no plan without it fits." if ratio == 0 else "No: no plan with it fits."
     reach = factor(one_program=one_program, tensor=True)
-    if not 1 / reach <= ratio <= reach:
-        return f"{'No' if ratio > 1 else 'Yes'}: without it the fastest plan is {words}."
+    answer = "No" if ratio > reach else "Yes" if ratio < 1 / reach else "Cannot be told"
     return (
-        f"Cannot be told: without it the fastest plan is {words} as priced, and such ratios are "
-        f"off by up to {reach - 1:.0%}."
+        f"{answer}: without it the fastest plan is {words}; nine in ten such ratios of "
+        f"{'one program' if one_program else 'two programs'} are off by at most {reach - 1:.0%}."
     )
 
 

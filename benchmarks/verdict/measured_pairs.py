@@ -203,7 +203,7 @@ def pairs_figure() -> Figure:
             label="simulated, the same two plans" if place == 0 else None,
         )
         sides = ({_program(getattr(p, side)) for p in own} for side in ("without", "tensor"))
-        words = " / ".join(", ".join(sorted(names)) for names in sides)
+        words = " / ".join(dict.fromkeys(", ".join(sorted(names)) for names in sides))
         axis.text(1.01, place, words, transform=axis.get_yaxis_transform(), va="center", fontsize=7)
     axis.set_yticks(range(len(groups)), [", ".join(key) for key in groups], fontsize=8)
     axis.set_ylim(len(groups) - 0.4, -0.6)
@@ -213,7 +213,9 @@ def pairs_figure() -> Figure:
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.grid(axis="x")
     axis.legend(loc="lower right", fontsize=8)
-    axis.set_xlabel("speed without tensor parallelism over speed with it (right: programs of both)")
+    axis.set_xlabel(
+        "speed without tensor parallelism over speed with it (right: programs without / with)"
+    )
     return figure
 
 

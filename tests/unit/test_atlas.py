@@ -17,7 +17,7 @@ from benchmarks.launch.sweep import spec_of
 from benchmarks.records.simulated import BASES, line_of, plan_record, shape_named
 from benchmarks.report.atlas_page import cases, ratios_of
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.ratio_errors import factor
+from benchmarks.report.ratio_errors import factor, need_text
 from benchmarks.report.tables import published
 from benchmarks.specification import SpecError
 from benchmarks.specification.compose import compose
@@ -302,3 +302,17 @@ def test_the_longest_sequences_are_those_of_docs_scaling(
     most = cluster.device.usable_bytes / 2**30
     assert gpus == 1 or gib(1.0) < most
     assert gib(1.02) > (most if gpus > 1 else 1.5 * most)
+
+
+def test_a_case_whose_two_plans_are_of_one_program_has_that_programs_error() -> None:
+    """The table, the numbers of sentences and the page's answer have one error."""
+    one, two = (factor(one_program=name, tensor=True) for name in (True, False))
+    between = 110.0 / ((one + two) / 2)
+    core: dict[str, float | None] = {"zeropp": None, "fsdp": None, "megatron_core_tp1": between}
+    zeropp: dict[str, float | None] = {"zeropp": between}
+    for changed, beyond in ((core, "1"), (zeropp, "0")):
+        tables = atlas_tables(_rows(changed))
+        assert tables["slower"] == _cells(tables["need"])[0][5] == beyond
+        ratios = ratios_of(_rows(changed))
+        answer = need_text(ratios["without"], one_program=ratios["one_program"])
+        assert answer.startswith("Yes") == (beyond == "1")
