@@ -323,8 +323,12 @@ _SAVERS = {
 }
 
 
-# Of these, those that move bytes beside a pass, which has the same kernels.
-_BESIDE_PASSES = {"prefetch", "offload_blocks", "offload_modules", "cpu_checkpointing"}
+# Knobs that move bytes beside a pass, which has the same kernels.
+_BESIDE_PASSES = {
+    *("prefetch", "offload_blocks", "offload_modules", "cpu_checkpointing"),
+    *("allgather_sequential", "prefetch_bucket_size", "live_parameters"),
+    "param_persistence_threshold",
+}
 
 
 def compute_knobs(
