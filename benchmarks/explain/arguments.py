@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,22 +194,26 @@ def _expanded(
             if own_path := shutil.which(name):
                 (found / name).symlink_to(own_path)
         with told.open("wb") as output, said.open("wb") as errors:
+            shell = subprocess.Popen(
+                [*alone, bash, "-r", str(script), *own],
+                env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(found)},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
             try:
-                subprocess.run(
-                    [*alone, bash, "-r", str(script), *own],
-                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(found)},
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=errors,
-                    start_new_session=True,
-                    timeout=_LIMIT_S,
-                )
+                shell.wait(_LIMIT_S)
             except subprocess.TimeoutExpired:
                 raise SpecError(
                     f"bash has not ended after {_LIMIT_S} s: the script waits for something; give "
                     "the arguments after --"
                 ) from None
+            finally:  # with what it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
         faults = re.findall(r": (line \d+: .*)", said.read_text(encoding="utf-8", errors="replace"))
         commands = told.read_bytes().decode("utf-8", "replace").split("\0\1\0")
     words = [[word for word in command.split("\0") if word] for command in commands]

@@ -152,7 +152,7 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 _EAGER_TRAFFIC = program_named("huggingface_fsdp").traffic_factor
-_DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
+_DEEPSPEED_HALF = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
 _DEEPSPEED_STEP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BUCKET = "zero_optimization.reduce_bucket_size"
@@ -194,10 +194,17 @@ _DEEPSPEED_HARMLESS = (
     ),
     *("zero_optimization.stage3_", "zero_optimization.reduce_", "zero_optimization.allgather_"),
     *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
+    *("zero3_", "deepspeed_", "offload_"),  # of Accelerate's section
     *("flops_profiler.", "comms_logger.", "dump_state", "csv_monitor.", "zero_force_ds_cpu"),
     *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
     *("pipeline.pipe_partitioned", "pipeline.grad_partitioned", "pipeline.seed_layers"),
 )
+# Keys inside of objects, in whose place no plain value may stand.
+_DEEPSPEED_INSIDE = (
+    "zero_optimization.stage",
+    *(*_DEEPSPEED_HALF, *_DEEPSPEED_DEGREES, *_DEEPSPEED_NEUTRAL),
+)
+_SWITCHES = {"true": True, "false": False}  # also as texts
 _DEGREES = "parallelism_config.parallelism_config_"
 _MIXED = {
     "no": "priced in fp32; if the script says bf16=True, give precision=bf16",
@@ -212,7 +219,7 @@ _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
     ),
     "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
     "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "priced as gathered ahead"),
-    "downcast_bf16": ("no", "parameters in another type"),
+    "downcast_bf16": (("no", False), "parameters in another type"),  # YAML reads no as false
 }
 _ACCELERATE_HARMLESS = (
     f"{_DEGREES}dp_shard_size",  # the ranks that the others leave
@@ -229,7 +236,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
     # Values that are "auto" are filled in by Hugging Face's Trainer: sizes of buckets by the model,
     # all others by its arguments, so they say nothing here.
-    said, hidden = flat(tree), reading.model["hidden"]
+    said, hidden = _flat_deepspeed(tree), reading.model["hidden"]
     by_model = (hidden**2, int(0.9 * hidden**2), 10 * hidden)
     filled = dict(zip((_BUCKET, *_STAGE3), by_model, strict=False))
     said |= {key: size for key, size in filled.items() if said.get(key) == "auto"}
@@ -241,10 +248,16 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     tp, pp = degrees.values()
     context = keys.count("sequence_parallel_size", 1)  # of Ulysses
     replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "context": context})
-    half = {said.get(f"{name}.enabled", False) for name in _DEEPSPEED_HALF}
-    own = "bf16" if half - {False} else "fp32"
+    half = [said.get(key, False) for key in _DEEPSPEED_HALF]
+    for key, value in zip(_DEEPSPEED_HALF, half, strict=True):
+        if value not in (True, False, "auto"):
+            raise SpecError(f"{key}={value!r}: must be true or false")
+    own = "bf16" if any(half) else "fp32"
     if "auto" in half and True not in half:
         reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
+    reading.derived += ["bf16.enabled: not set, priced in fp32 (give precision=bf16)"] * (
+        not any(half)
+    )
     reading.derived += [f"fp16.enabled: {_MIXED['fp16']}"] * (said.get("fp16.enabled") is True)
     if stage == 3:
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
@@ -254,6 +267,9 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         reading.knobs |= {
             knob: keys.number(key, default, least=0) for key, (knob, default) in _STAGE3.items()
         }
+        if not (reading.knobs["prefetch_bucket_size"] and reading.knobs["live_parameters"]):
+            reading.knobs |= {"prefetch_bucket_size": 1, "live_parameters": 1}
+            reading.derived.append("nothing is gathered ahead: every tensor is when it is used")
         reading.knobs["allgather_sequential"] = bool(keys.take(_SEQUENTIAL, False))
         if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
             reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
@@ -283,6 +299,17 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     return reading
 
 
+def _flat_deepspeed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by dotted keys; raises SpecError for a plain value in the place of an object."""
+    said = flat({"bf16" if key == "bfloat16" else key: value for key, value in tree.items()})
+    for key, value in said.items():
+        inside = [known for known in _DEEPSPEED_INSIDE if known.startswith(f"{key}.")]
+        if inside and value is not None:
+            *_, inner = inside[0].split(".")
+            raise SpecError(f'{key}={value}: must be an object, as in "{{"{inner}": ...}}"')
+    return {key: _SWITCHES.get(str(value).lower(), value) for key, value in said.items()}
+
+
 def _batch_of(
     keys: Keys, reading: Reading, replicate: int, *, is_open: bool
 ) -> tuple[int | None, int | None]:
@@ -307,12 +334,14 @@ def _batch_of(
 
 
 def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
-    """What Accelerate's YAML for FSDP says of a ``model`` that was read before; raises SpecError,
-    in one line, for what has no price."""
+    """What Accelerate's YAML for FSDP or DeepSpeed says of a ``model`` that was read before; raises
+    SpecError, in one line, for what has no price."""
     keys = Keys(flat(tree))
-    if (kind := keys.take("distributed_type")) != "FSDP":
+    if (kind := keys.take("distributed_type")) == "DEEPSPEED":
+        return deepspeed(_deepspeed_json(tree), model, num_gpus or keys.number("num_processes"))
+    if kind != "FSDP":
         raise SpecError(
-            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, Megatron-LM's "
+            f"distributed_type={kind}: only FSDP and DEEPSPEED are read (give Megatron-LM's "
             "arguments after --, or for plain data parallelism the config.json alone with "
             "contender=fsdp contender.shard=1)"
         )
@@ -347,11 +376,13 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         "reshard_after_backward": True,
     }
     model.slice_sequences(f"{_DEGREES}cp_size", cp)
-    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
+    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in (
+        *("NO", "no", False),
+    )
     # Where it is not compiled.
     model.traits |= {"eager": model.code, "traffic_factor": _EAGER_TRAFFIC}
     _recompute(model, stated=bool(keys.take("fsdp_config.fsdp_activation_checkpointing")))
-    if words := _MIXED.get(precision := str(keys.take("mixed_precision", "no"))):
+    if words := _MIXED.get(precision := str(keys.take("mixed_precision") or "no")):
         model.derived.append(f"mixed_precision={precision}: {words}")
     half = "fp32" if precision == "no" else "bf16"
     model.settings |= {"num_gpus": gpus, "precision": half}
@@ -360,6 +391,18 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         model.multiply_in_8_bits("mixed_precision=fp8", "tensorwise")
     keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))
     return model
+
+
+def _deepspeed_json(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON that Accelerate makes of its section for DeepSpeed (``DeepSpeedPlugin``)."""
+    said = tree.get("deepspeed_config") or {}
+    if file := said.get("deepspeed_config_file") if isinstance(said, dict) else said:
+        raise SpecError(f"deepspeed_config: give {file} in place of this file")
+    zero = {"stage": said.pop("zero_stage", 2)}
+    for part in ("optimizer", "param"):
+        zero[f"offload_{part}"] = {"device": said.pop(f"offload_{part}_device", "none")}
+    half = {name: {"enabled": tree.get("mixed_precision") == name} for name in ("bf16", "fp16")}
+    return {**said, **half, "zero_optimization": zero}
 
 
 def _recompute(reading: Reading, *, stated: bool) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from benchmarks.explain import arguments
 from benchmarks.explain.answer import Answer, answer, changes_of, settled
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import (
@@ -213,6 +216,24 @@ def test_pairs_that_a_script_cuts_with_commands_are_its_arguments(tmp_path: Path
         ask(*given, ["TP=2"])
 
 
+def test_what_a_script_leaves_running_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell was stopped at its limit, and its children were not."""
+    monkeypatch.setattr(arguments, "_LIMIT_S", 0.5)
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    with pytest.raises(SpecError, match="bash has not ended after"):
+        asked(tmp_path, {"run.sh": f"(while :; do :; done) &\nX=$(wait)\n{SLURM}"})
+    places = (process / "environ" for process in Path("/proc").glob("[0-9]*"))
+    assert not [place for place in places if f"PLACE={tmp_path}".encode() in _bytes(place)]
+
+
+def _bytes(file: Path) -> bytes:
+    with suppress(OSError):
+        return file.read_bytes()
+    return b""
+
+
 def test_a_folder_beside_the_script_has_what_it_sources(tmp_path: Path) -> None:
     (tmp_path / "params").mkdir()
     (tmp_path / "params/7b.sh").write_text(f"ARGS=({FLAGS})\n")
@@ -383,6 +404,50 @@ def test_a_host_that_limits_a_step_is_priced_and_said(
     changed = changes_of(found["false"], 0.2)["compile"]
     assert describe(changed.plan) == describe(compiled.plan)
     assert changed.step_s == pytest.approx(compiled.step_s, rel=0.05)  # which slices its loss
+
+
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": "10000"}
+MINE: dict[str, object] = {"train_batch_size": "128", "zero_optimization": STAGE_3}
+SECTION = {"zero_stage": 3, "gradient_accumulation_steps": 4, "zero3_init_flag": True}
+OWN = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": False}
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "expected"),
+    [
+        (MINE, {"bf16": {"enabled": "True"}}, ("bf16", 128, 10_000, 50_000_000)),
+        (MINE, {"fp16": {"enabled": "false"}}, ("fp32", 128, 10_000, 50_000_000)),
+        (MINE, {"bfloat16": {"enabled": True}}, ("bf16", 128, 10_000, 50_000_000)),
+        (MINE, {"bf16": None, "zero_optimization": STAGE_3 | {"stage3_prefetch_bucket_size": 0}},
+         ("fp32", 128, 10_000, 1)),
+        (MINE, {"bf16": {"enabled": "no"}}, "bf16.enabled='no': must be true or false"),
+        (MINE, {"bf16": "true"}, 'bf16=true: must be an object, as in "{"enabled"'),
+        (MINE, {"zero_optimization": 2}, 'zero_optimization=2: must be an object, as in "{"stage"'),
+        (MINE, {"zero_optimization": {"stage": 2, "offload_param": "cpu"}},
+         'zero_optimization.offload_param=cpu: must be an object, as in "{"device"'),
+        (OWN, {"deepspeed_config": SECTION}, ("fp32", 64, 100_000, 50_000_000)),
+        (OWN | {"deepspeed_config": SECTION}, {"mixed_precision": "bf16"},
+         ("bf16", 64, 100_000, 50_000_000)),
+        (OWN, {"deepspeed_config": {"deepspeed_config_file": "z.json"}},
+         "deepspeed_config: give z.json in place of this file"),
+    ],
+)  # fmt: skip
+def test_deepspeeds_values_are_read_as_it_reads_them_or_refused_by_key(
+    tmp_path: Path, own: dict[str, object], said: dict[str, object], expected: Any
+) -> None:
+    """``"false"`` was read as true, and a plain value in the place of an object was left out."""
+    files = CONFIG | {"z.yaml" if own.keys() >= OWN.keys() else "z.json": json.dumps(own | said)}
+    words = ["model.seq=2048", *(["num_gpus=8"] if "z.json" in files else ["global_batch=64"])]
+    if isinstance(expected, str):
+        with pytest.raises(SpecError, match=re.escape(expected)):
+            asked(tmp_path, files, *words)
+        return
+    question = asked(tmp_path, files, *words)
+    knobs, task = vars(question.knobs), question.task
+    sizes = knobs["param_persistence_threshold"], knobs["prefetch_bucket_size"]
+    assert (task.precision, task.global_batch, *sizes) == expected
+    assert knobs["shard"] == 8
+    assert not [line for line in question.reading.named if "not known here" in line]
 
 
 @pytest.mark.parametrize(
