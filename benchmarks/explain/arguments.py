@@ -38,6 +38,7 @@ _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
 }
+_COUNTERS = {"nvidia-smi", "rocm-smi", "amd-smi"}  # commands that say which GPUs there are
 _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 # Names of Megatron's programs that train no decoder-only model, or train nothing.
@@ -123,13 +124,16 @@ def arguments_of_script(
             + (f" (bash: {complaint})" if complaint else "")
             + "".join(last)
             + "; give Megatron-LM's arguments after --, or the log of a run (NeMo's words, such as "
-            "model.num_layers=40, are not read)"
+            "model.num_layers=40, are not read); of torchtitan its TOML; of Hugging Face's Trainer "
+            "the config.json with the file of DeepSpeed or Accelerate"
         )
     named = [
         f"source {words[1]}: not found beside the script, so not followed"
         for words in commands
         if words[0] == "source"
     ]
+    if asked := {words[0] for words in commands} & _COUNTERS:
+        named.append(f"{asked.pop()}: not run here, and what hangs on its answer may differ")
     if ["exit", "1"] in commands:
         named.append("exit 1: a check of the script fails here, and was passed over")
     launch, arguments = of_models[-1]
@@ -153,7 +157,7 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
     the variable that the script takes it from."""
     for line in launchers:
         for flag, value in arguments_of(line.split()).items():
-            has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
+            has_value = re.match(r"(auto|cpu|gpu|all)\b|\S*[1-9]", str(value))
             if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
                 continue
             name, values = "", list[str]()
@@ -165,7 +169,7 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
             way = f", or set it: {name}=2 zeropp explain ..., and arguments behind --"
             raise SpecError(
                 f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N"
-                f"{'' if values and not found else way})"
+                f"{way if name and (found or not values) else ''})"
             )
 
 
@@ -228,7 +232,7 @@ def _sizes(lines: Iterable[str]) -> dict[str, int]:
         words = re.sub(r"(?<!\S)(-[NnG])(?=\d)", r"\1 ", line).split()
         for flag, value in arguments_of(words).items():
             name = _SHORT.get(flag, flag.lstrip("-").replace("-", "_"))
-            last = re.match(r"(?:.*[:-])?(\d+)(?:\s|$)", str(value))  # gpu:a100:8, and 2-4 nodes
+            last = re.match(r"(?:\S*[:-])?(\d+)(?:\s|$)", str(value))  # gpu:a100:8, and 2-4 nodes
             if last and (name != "gres" or "gpu" in str(value)):
                 sizes[name] = int(last[1])
     return sizes

@@ -30,8 +30,8 @@ KINDS = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "phi3", "glm"), _Kind()),
     "granite": _Kind(),  # with scales of embeddings, residuals and logits
     **dict.fromkeys(("gemma", "smollm3", "ernie4_5"), _Kind(tied=True)),
-    **dict.fromkeys(("qwen2", "seed_oss"), _Kind(_QKV, code="qwen2")),
-    **dict.fromkeys(("qwen3", "exaone4"), _Kind(_QK, code="qwen3")),
+    **dict.fromkeys(("qwen2", "qwen2_5_vl_text", "seed_oss"), _Kind(_QKV, code="qwen2")),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text", "exaone4"), _Kind(_QK, code="qwen3")),
     **dict.fromkeys(("olmo2", "olmo3"), _Kind(_QK, code="qwen3")),  # norms behind, not before
     "gemma2": _Kind("norms behind attention and MLP", tied=True),
     "gemma3_text": _Kind(f"{_QK} and those behind attention and MLP", code="qwen3", tied=True),
@@ -103,8 +103,7 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     if isinstance(text := values.get("text_config"), Mapping):
         reading.named.append(f"model_type={values.get('model_type')}: its text alone is priced")
         tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
-        defaults = _GEMMA3 if text.get("model_type") == "gemma3_text" else {}
-        values = {**defaults, **tied, **text}
+        values = {**(_GEMMA3 if text.get("model_type") == "gemma3_text" else {}), **tied, **text}
     kind = values.get("model_type", "")
     for start, what in _REFUSED.items():
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):
@@ -156,6 +155,10 @@ _DEEPSPEED_HALF = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
 _DEEPSPEED_STEP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BUCKET = "zero_optimization.reduce_bucket_size"
+_TYPES = {
+    **dict.fromkeys(("fp16", "float16", "half", "bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+}
 _SEQUENTIAL = "zero_optimization.stage3_allgather_sequential"
 _STAGE3 = {  # keys of ZeRO-3's gathers: the contender's names, and DeepSpeed's defaults
     "zero_optimization.stage3_prefetch_bucket_size": ("prefetch_bucket_size", 50_000_000),
@@ -178,6 +181,13 @@ _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
     "optimizer.type": (("Adam", "AdamW", "adam", "adamw"), "priced with Adam's states"),
+    **dict.fromkeys(
+        (
+            *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+            "fp16.fp16_master_weights_and_grads",
+        ),
+        (False, "priced with fp32 masters and states of the optimizer"),
+    ),
     "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
     "pipeline.partition": ("parameters", "priced with stages of equal cost"),
 }
@@ -194,17 +204,15 @@ _DEEPSPEED_HARMLESS = (
     ),
     *("zero_optimization.stage3_", "zero_optimization.reduce_", "zero_optimization.allgather_"),
     *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
-    *("zero3_", "deepspeed_", "offload_"),  # of Accelerate's section
+    *("zero_stage", "zero3_", "deepspeed_", "offload_"),  # of Accelerate's section
     *("flops_profiler.", "comms_logger.", "dump_state", "csv_monitor.", "zero_force_ds_cpu"),
     *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
     *("pipeline.pipe_partitioned", "pipeline.grad_partitioned", "pipeline.seed_layers"),
 )
-# Keys inside of objects, in whose place no plain value may stand.
-_DEEPSPEED_INSIDE = (
-    "zero_optimization.stage",
-    *(*_DEEPSPEED_HALF, *_DEEPSPEED_DEGREES, *_DEEPSPEED_NEUTRAL),
+# As texts, as pydantic reads them.
+_SWITCHES = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(
+    ("false", "no", "off"), False
 )
-_SWITCHES = {"true": True, "false": False}  # also as texts
 _DEGREES = "parallelism_config.parallelism_config_"
 _MIXED = {
     "no": "priced in fp32; if the script says bf16=True, give precision=bf16",
@@ -223,6 +231,7 @@ _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
 }
 _ACCELERATE_HARMLESS = (
     f"{_DEGREES}dp_shard_size",  # the ranks that the others leave
+    f"{_DEGREES}cp_comm_strategy",  # of a ring
     *("compute_environment", "debug", "machine_rank", "main_", "rdzv_", "same_network", "tpu_"),
     *("use_cpu", "enable_cpu_affinity", "fsdp_config.fsdp_state_dict", "fsdp_config.fsdp_sync"),
     *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "gpu_ids", "fsdp_config.fsdp_tr"),
@@ -283,9 +292,15 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         )
     reading.knobs["compile"] = bool(keys.take("compile.deepcompile", False))
     # DeepSpeed adds and sends in the type of the model.
-    reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
-    reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
-    reading.knobs["reduce_bucket_size"] = keys.number(_BUCKET, least=0) or 500_000_000
+    for key, knob in (
+        ("data_types.grad_accum_dtype", "grad_accum_dtype"),
+        ("communication_data_type", "reduce_dtype"),
+    ):
+        kind = str(keys.take(key) or own)
+        if (plain := kind.lower().removeprefix("torch.")) not in _TYPES:
+            raise SpecError(f"{key}={kind}: must be among {', '.join(_TYPES)}")
+        reading.knobs[knob] = _TYPES[plain]
+    reading.knobs["reduce_bucket_size"] = keys.number(_BUCKET, 500_000_000, least=1)
     reading.traits |= {"eager": reading.code, "traffic_factor": _EAGER_TRAFFIC}
     # ``PipelineModule`` recomputes runs of this length; 0: none.
     _recompute(reading, stated=bool(keys.number("pipeline.activation_checkpoint_interval")))
@@ -302,11 +317,11 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
 def _flat_deepspeed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The values by dotted keys; raises SpecError for a plain value in the place of an object."""
     said = flat({"bf16" if key == "bfloat16" else key: value for key, value in tree.items()})
+    known = ("zero_optimization.stage", *_DEEPSPEED_HALF, *_DEEPSPEED_DEGREES, *_DEEPSPEED_NEUTRAL)
     for key, value in said.items():
-        inside = [known for known in _DEEPSPEED_INSIDE if known.startswith(f"{key}.")]
+        inside = [name.split(".")[-1] for name in known if name.startswith(f"{key}.")]
         if inside and value is not None:
-            *_, inner = inside[0].split(".")
-            raise SpecError(f'{key}={value}: must be an object, as in "{{"{inner}": ...}}"')
+            raise SpecError(f'{key}={value}: must be an object, as in {{"{inside[0]}": ...}}')
     return {key: _SWITCHES.get(str(value).lower(), value) for key, value in said.items()}
 
 
@@ -398,11 +413,15 @@ def _deepspeed_json(tree: Mapping[str, Any]) -> dict[str, Any]:
     said = tree.get("deepspeed_config") or {}
     if file := said.get("deepspeed_config_file") if isinstance(said, dict) else said:
         raise SpecError(f"deepspeed_config: give {file} in place of this file")
-    zero = {"stage": said.pop("zero_stage", 2)}
-    for part in ("optimizer", "param"):
-        zero[f"offload_{part}"] = {"device": said.pop(f"offload_{part}_device", "none")}
-    half = {name: {"enabled": tree.get("mixed_precision") == name} for name in ("bf16", "fp16")}
-    return {**said, **half, "zero_optimization": zero}
+    return {
+        **said,
+        **{name: {"enabled": tree.get("mixed_precision") == name} for name in ("bf16", "fp16")},
+        "zero_optimization": {"stage": said.get("zero_stage", 2)}
+        | {
+            f"offload_{part}": {"device": said.get(f"offload_{part}_device", "none")}
+            for part in ("optimizer", "param")
+        },
+    }
 
 
 def _recompute(reading: Reading, *, stated: bool) -> None:

@@ -334,6 +334,8 @@ _BRIDGE = {  # keys of Megatron-Bridge whose flag has another name
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
     "fp8": "--fp8-format",
 }
+# Of the section that decides over the model's and the data parallelism's own keys.
+_BRIDGE_MIXED = ("bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather", "grad_reduce_in_fp32")
 _BRIDGE_OFF = {  # keys that Megatron-LM has a flag against
     "add_bias_linear": "--disable-bias-linear",
     "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
@@ -350,7 +352,7 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     if isinstance(mixed, str):  # such as bf16_mixed or bf16_with_fp8_delayed_scaling_mixed
         mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
     given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
-    given |= {key: mixed[key] for key in ("bf16", "fp16", "fp8") if mixed.get(key)}
+    given |= {key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None}
     rows = tree.get("dataset", {})  # whose length is trained; a model may allow for more
     lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
     given["seq_length"] = next(filter(None, lengths), None)

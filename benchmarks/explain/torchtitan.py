@@ -242,11 +242,11 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     asked = keys.take("parallelism.pipeline_parallel_schedule", "1F1B")
     schedule, chunks = "1f1b", 1
     if pp > 1:
-        if asked not in _SCHEDULES:
+        schedule = {name.lower(): known for name, known in _SCHEDULES.items()}.get(asked.lower())
+        if schedule is None:
             raise SpecError(
                 f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
             )
-        schedule = _SCHEDULES[asked]
         chunks = _chunks(keys, reading.model.get("layers"), pp, schedule)
         if batch != local * replicate * shard:
             reading.named.append(

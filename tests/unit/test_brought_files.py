@@ -98,6 +98,7 @@ def test_slurms_lines_give_nodes_and_gpus(
         ('srun -l --nodes=2 --ntasks-per-node=8 sh -c "cd x; module load y; {}"', 16),
         ("srun -n 24 {}", 24),
         ("mpirun -np 8 {}", 8),
+        ('docker run --gpus all torch:25 bash -c "torchrun --nproc-per-node 8 {}"', 8),
         ("deepspeed --num_nodes 2 --num_gpus 4 {}", 8),
         ("accelerate launch --num_processes 32 --num_machines 4 {}", 32),
     ],
@@ -412,22 +413,28 @@ SECTION = {"zero_stage": 3, "gradient_accumulation_steps": 4, "zero3_init_flag":
 OWN = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": False}
 
 
+PREFETCH, THRESHOLD = "prefetch_bucket_size", "param_persistence_threshold"
+
+
 @pytest.mark.parametrize(
     ("own", "said", "expected"),
     [
-        (MINE, {"bf16": {"enabled": "True"}}, ("bf16", 128, 10_000, 50_000_000)),
-        (MINE, {"fp16": {"enabled": "false"}}, ("fp32", 128, 10_000, 50_000_000)),
-        (MINE, {"bfloat16": {"enabled": True}}, ("bf16", 128, 10_000, 50_000_000)),
+        (MINE, {"bf16": {"enabled": "True"}}, {"precision": "bf16", THRESHOLD: 10_000}),
+        (MINE, {"fp16": {"enabled": "off"}}, {"precision": "fp32", "batch": 128}),
+        (MINE, {"bfloat16": {"enabled": True}}, {"precision": "bf16", "reduce_dtype": "bf16"}),
         (MINE, {"bf16": None, "zero_optimization": STAGE_3 | {"stage3_prefetch_bucket_size": 0}},
-         ("fp32", 128, 10_000, 1)),
-        (MINE, {"bf16": {"enabled": "no"}}, "bf16.enabled='no': must be true or false"),
-        (MINE, {"bf16": "true"}, 'bf16=true: must be an object, as in "{"enabled"'),
-        (MINE, {"zero_optimization": 2}, 'zero_optimization=2: must be an object, as in "{"stage"'),
+         {"precision": "fp32", PREFETCH: 1, "live_parameters": 1}),
+        (MINE, {"data_types": {"grad_accum_dtype": "torch.float32"}, "bf16": {"enabled": True}},
+         {"grad_accum_dtype": "fp32", "reduce_dtype": "bf16"}),
+        (MINE, {"communication_data_type": "FP16"}, {"reduce_dtype": "bf16"}),
+        (MINE, {"communication_data_type": "int8"}, "communication_data_type=int8: must be among"),
+        (MINE, {"bf16": {"enabled": "perhaps"}}, "bf16.enabled='perhaps': must be true or false"),
+        (MINE, {"bf16": "true"}, 'bf16=true: must be an object, as in {"enabled": ...}'),
+        (MINE, {"zero_optimization": 2}, 'zero_optimization=2: must be an object, as in {"stage"'),
         (MINE, {"zero_optimization": {"stage": 2, "offload_param": "cpu"}},
-         'zero_optimization.offload_param=cpu: must be an object, as in "{"device"'),
-        (OWN, {"deepspeed_config": SECTION}, ("fp32", 64, 100_000, 50_000_000)),
-        (OWN | {"deepspeed_config": SECTION}, {"mixed_precision": "bf16"},
-         ("bf16", 64, 100_000, 50_000_000)),
+         'zero_optimization.offload_param=cpu: must be an object, as in {"device"'),
+        (OWN, {"deepspeed_config": SECTION}, {"precision": "fp32", PREFETCH: 50_000_000}),
+        (OWN | {"deepspeed_config": SECTION}, {"mixed_precision": "bf16"}, {"precision": "bf16"}),
         (OWN, {"deepspeed_config": {"deepspeed_config_file": "z.json"}},
          "deepspeed_config: give z.json in place of this file"),
     ],
@@ -443,11 +450,24 @@ def test_deepspeeds_values_are_read_as_it_reads_them_or_refused_by_key(
             asked(tmp_path, files, *words)
         return
     question = asked(tmp_path, files, *words)
-    knobs, task = vars(question.knobs), question.task
-    sizes = knobs["param_persistence_threshold"], knobs["prefetch_bucket_size"]
-    assert (task.precision, task.global_batch, *sizes) == expected
+    task, knobs = question.task, vars(question.knobs)
+    seen = {"precision": task.precision, "batch": task.global_batch, **knobs}
+    assert {name: seen[name] for name in expected} == expected
     assert knobs["shard"] == 8
-    assert not [line for line in question.reading.named if "not known here" in line]
+    assert not question.reading.named
+
+
+def test_what_changes_memory_or_the_number_of_gpus_unseen_is_named(tmp_path: Path) -> None:
+    """States of the optimizer in 16 bits were silently priced in 32, and a branch of the script
+    that counts GPUs was silently the one of a machine without any."""
+    half = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    files = CONFIG | {"z.json": json.dumps(MINE | half)}
+    named = asked(tmp_path, files, "model.seq=2048", "num_gpus=8").reading.named
+    assert [line.partition(":")[0] for line in named] == ["bf16.bf16_optimizer_states"]
+    counts = "G=4\nif (($(rocm-smi --showid | wc -l) == 8)); then G=8; fi\n"
+    script = f"{counts}torchrun --nproc-per-node $G pretrain_gpt.py {FLAGS}"
+    named = asked(tmp_path, {"run.sh": script}).reading.named
+    assert any(line.startswith("rocm-smi: not run here") for line in named)
 
 
 @pytest.mark.parametrize(

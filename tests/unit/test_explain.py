@@ -112,6 +112,7 @@ def test_torchtitan() -> None:
     wanted = {"tp": 2, "pp": 2, "shard": 4, "chunks": 2, "schedule": "interleaved_1f1b"}
     assert {key: reading.knobs[key] for key in wanted} == wanted
     assert reading.named == []
+    assert torchtitan.read(TOML.replace("Inter", "inter"), None).knobs == reading.knobs
     kernel = torchtitan.read(TOML.replace('"8B"', '"8B_flex_flash"'), None)
     assert kernel.model == reading.model
     assert kernel.named == ["model.flavor=8B_flex_flash: priced with flash attention"]
@@ -239,6 +240,8 @@ def test_huggingface() -> None:
     text = huggingface.read(seen, 8)
     assert (text.model["head_width"], text.model["tied_embeddings"]) == (256, False)
     assert "model_type=gemma3: its text alone is priced" in text.named
+    seen = {"model_type": "qwen3_vl", "text_config": LLAMA | {"model_type": "qwen3_vl_text"}}
+    assert sizes(huggingface.read(seen, 8).model) == sizes(huggingface.read(LLAMA, 8).model)
 
 
 def as_toml(words: str) -> str:
@@ -680,6 +683,10 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert (
         ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.settings["precision"] == "fp8"
     )
+    mixed = "{bf16: true, fp8: hybrid, fp8_param_gather: true, grad_reduce_in_fp32: false}"
+    path.write_text(BRIDGE.replace("bf16_mixed", mixed))  # decides over the section ddp
+    traits = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.traits
+    assert (traits["gathers_casts"], traits["bf16.reduced"]) == (True, 2)
     for key in ("sequence_length", "seq_length"):  # of rows that are shorter than the model allows
         path.write_text(f"{BRIDGE}dataset: {{{key}: 2048}}\n")
         assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).task.shape.seq == 2048
