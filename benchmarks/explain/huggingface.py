@@ -102,8 +102,11 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     reading = Reading(dialect="huggingface", contender="megatron_core")
     if isinstance(text := values.get("text_config"), Mapping):
         reading.named.append(f"model_type={values.get('model_type')}: its text alone is priced")
-        tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
-        values = {**(_GEMMA3 if text.get("model_type") == "gemma3_text" else {}), **tied, **text}
+        values = {
+            **(_GEMMA3 if text.get("model_type") == "gemma3_text" else {}),
+            **{key: values[key] for key in ("tie_word_embeddings",) if key in values},
+            **text,
+        }
     kind = values.get("model_type", "")
     for start, what in _REFUSED.items():
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):

@@ -242,8 +242,10 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     asked = keys.take("parallelism.pipeline_parallel_schedule", "1F1B")
     schedule, chunks = "1f1b", 1
     if pp > 1:
-        schedule = {name.lower(): known for name, known in _SCHEDULES.items()}.get(asked.lower())
-        if schedule is None:
+        schedule = {name.lower(): known for name, known in _SCHEDULES.items()}.get(
+            str(asked).lower(), ""
+        )
+        if not schedule:
             raise SpecError(
                 f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
             )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import prod
 from operator import attrgetter
+from typing import Any
 
 from zeropp.choose.task import Knobs, Task
 from zeropp.price import PlanPrice
@@ -70,7 +71,7 @@ def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
 
 
 @cache
-def _axes(kind: type[Knobs]) -> tuple[Axis, ...]:
+def _axes(kind: Any) -> tuple[Axis, ...]:
     return tuple(axis for axis in _AXES if axis in kind.__dataclass_fields__)
 
 
