@@ -32,6 +32,7 @@ _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
+    "--mtp-num-layers": (None, "the prediction of more tokens is not priced"),
     "--window-size": (None, "attention is priced over the whole sequence"),
     "--reset-attention-mask": (None, "attention is priced across documents (model.document=N)"),
     "--rampup-batch-size": (None, "priced with the last batch"),
@@ -66,6 +67,8 @@ _REFUSED = {
     "--num-experts": "no price for mixtures of experts",
     "--img-h": "no price for models with vision",
     "--multi-latent-attention": "no price for latent attention",
+    "--experimental-attention-variant": "no price for linear and sparse attention",
+    "--peft": "no price for adapters",
     "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
     "config.json)",
     "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
@@ -352,7 +355,10 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     if isinstance(mixed, str):  # such as bf16_mixed or bf16_with_fp8_delayed_scaling_mixed
         mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
     given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
-    given |= {key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None}
+    given |= {
+        "peft": bool(tree.get("peft")),
+        **{key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None},
+    }
     rows = tree.get("dataset", {})  # whose length is trained; a model may allow for more
     lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
     given["seq_length"] = next(filter(None, lengths), None)

@@ -614,6 +614,8 @@ def test_what_accelerate_leaves_open_is_refused(
         ),
         ("x.yaml", "pipe-parallel-size: 4", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "parallelism: {}\ntokens: {}", "of GPT-NeoX, nanotron and NeMo, give"),
+        ("x.yaml", "modules: {pre_trainer: {framework: megatron}}", "or Primus names its model"),
+        ("x.yaml", "model: {}\ntrain: {}\npeft: {dim: 16}", "--peft=True: no price for adapters"),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("a.toml", "# nothing\n", "a TOML without .model. and .training."),
         ("a.toml", "[project]\nname = 1", "so it is not torchtitan's"),
