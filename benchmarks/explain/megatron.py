@@ -350,16 +350,20 @@ _BRIDGE_OFF = {  # keys that Megatron-LM has a flag against
 def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     """What a ``run_config.yaml`` of Megatron-Bridge says, which ``cfg.to_yaml`` writes of a recipe.
     Its keys are those of Megatron-Core's classes, nearly all of them with every default."""
-    model = tree["model"]
-    mixed = tree.get("mixed_precision") or {}
-    if isinstance(mixed, str):  # such as bf16_mixed or bf16_with_fp8_delayed_scaling_mixed
-        mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
-    given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
-    given |= {
-        "peft": bool(tree.get("peft")),
-        **{key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None},
+    sections = {name: part for name, part in tree.items() if isinstance(part, dict)}
+    model, mixed, rows = (
+        sections.get(name, {}) for name in ("model", "mixed_precision", "dataset")
+    )
+    if isinstance(said := tree.get("mixed_precision"), str):  # such as bf16_mixed
+        mixed = {said[:4]: True, "fp8": said if "fp8" in said else None}
+    given = {
+        key: value
+        for name in ("dist", "optimizer", "model", "train", "ddp", "comm_overlap")
+        for key, value in sections.get(name, {}).items()
     }
-    rows = tree.get("dataset", {})  # whose length is trained; a model may allow for more
+    given |= {key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None}
+    given["peft"] = bool(tree.get("peft"))
+    # The length of the rows is trained; a model may allow for more.
     lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
     given["seq_length"] = next(filter(None, lengths), None)
     values: Arguments = {}

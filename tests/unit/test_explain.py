@@ -686,9 +686,10 @@ def test_megatron_bridge(tmp_path: Path) -> None:
         ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.settings["precision"] == "fp8"
     )
     mixed = "{bf16: true, fp8: hybrid, fp8_param_gather: true, grad_reduce_in_fp32: false}"
-    path.write_text(BRIDGE.replace("bf16_mixed", mixed))  # decides over the section ddp
-    traits = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.traits
-    assert (traits["gathers_casts"], traits["bf16.reduced"]) == (True, 2)
+    path.write_text(BRIDGE.replace("bf16_mixed", mixed) + "optimizer: {optimizer: muon}\n")
+    reading = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading
+    assert {"gathers_casts": True, "bf16.reduced": 2}.items() <= reading.traits.items()
+    assert "--optimizer=muon: priced with Adam's states" in reading.named
     for key in ("sequence_length", "seq_length"):  # of rows that are shorter than the model allows
         path.write_text(f"{BRIDGE}dataset: {{{key}: 2048}}\n")
         assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).task.shape.seq == 2048
