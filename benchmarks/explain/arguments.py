@@ -38,7 +38,6 @@ _AGAINST = {  # what a log says, and the flag that switches it off
     "add_bias_linear": "--disable-bias-linear",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
 }
-_COUNTERS = {"nvidia-smi", "rocm-smi", "amd-smi"}  # commands that say which GPUs there are
 _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 # Names of Megatron's programs that train no decoder-only model, or train nothing.
@@ -132,7 +131,7 @@ def arguments_of_script(
         for words in commands
         if words[0] == "source"
     ]
-    if asked := {words[0] for words in commands} & _COUNTERS:
+    if asked := {words[0] for words in commands} & {"nvidia-smi", "rocm-smi", "amd-smi"}:
         named.append(f"{asked.pop()}: not run here, and what hangs on its answer may differ")
     if ["exit", "1"] in commands:
         named.append("exit 1: a check of the script fails here, and was passed over")

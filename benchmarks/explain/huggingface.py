@@ -107,7 +107,7 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
             **{key: values[key] for key in ("tie_word_embeddings",) if key in values},
             **text,
         }
-    kind = values.get("model_type", "")
+    kind = str(values.get("model_type", ""))
     for start, what in _REFUSED.items():
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):
             raise SpecError(f"{key}={values[key]}: no price for {what} (model_type={kind})")

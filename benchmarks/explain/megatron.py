@@ -264,7 +264,9 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "vocab": _vocabulary(keys, reading),
         "seq": keys.number("--seq-length") or keys.count("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
-        "dropout": max(float(keys.given(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
+        "dropout": max(
+            keys.number(f"--{of}-dropout", 0.1, kind=float) for of in ("attention", "hidden")
+        ),
         "head_width": None if channels is None or channels * heads == hidden else channels,
     }
 
@@ -272,7 +274,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
 def _vocabulary(keys: Keys, reading: Reading) -> int | None:
     """The vocabulary, and to what it is padded (``training/tokenizer``); None if only the
     tokenizer's file has it. NullTokenizer adds one token."""
-    padded = keys.number("--padded-vocab-size")
+    padded: int | None = keys.number("--padded-vocab-size")
     kind, size = keys.given("--tokenizer-type", ""), keys.number("--vocab-size")
     reading.pads = keys.number("--make-vocab-size-divisible-by", 128) or 1
     if padded is not None:
@@ -371,8 +373,8 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         if key in _BRIDGE_OFF or key[0] == "_" or isinstance(value, dict):
             continue
         if isinstance(value, list):  # as text; the stages of a pipeline as in Megatron's layout
-            nested = any(isinstance(part, list) for part in value)
-            value = ("|" if nested else " ").join("".join(map(str, part)) for part in value)
+            parts = ("".join(map(str, p)) if isinstance(p, list) else str(p) for p in value)
+            value = ("|" if any(isinstance(part, list) for part in value) else " ").join(parts)
         values[_BRIDGE.get(key, f"--{key.replace('_', '-')}")] = value
     values |= {flag: given.get(key) is False for key, flag in _BRIDGE_OFF.items()}
     values["--group-query-attention"] = bool(model.get("num_query_groups"))

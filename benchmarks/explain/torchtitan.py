@@ -196,7 +196,8 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
-    name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
+    name = str(keys.take("model.name", "llama3"))
+    flavor = str(keys.take("model.flavor", "debugmodel"))
     plain = re.sub(r"_(flex|varlen)(_\w+)?$", "", flavor)
     if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
         raise SpecError(
@@ -275,7 +276,7 @@ def _chunks(keys: Keys, layers: int | None, pp: int, schedule: str) -> int:
         keys.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) or 0
         for end in ("first", "last")
     ]
-    per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
+    per_stage: int | None = keys.number("parallelism.pipeline_parallel_layers_per_stage")
     if not per_stage:
         return least
     if layers is None:

@@ -116,6 +116,7 @@ def test_launchers_give_the_number_of_gpus(tmp_path: Path, launch: str, num_gpus
         ("--num-layers 32", "--num-layers=$LAYERS", "--num-layers='': must be a whole number"),
         ("-size $SLURM_GPUS_PER_NODE", "-size $TP", "parallel-size: has no value .* TP=4 zeropp"),
         ("--bf16", "--bf16 --normalization $NORM --swiglu", "--normalization: has no value"),
+        ("--bf16", "--bf16 --hidden-dropout=$P", "--hidden-dropout='': must be a number"),
         ("--bf16", "--bf16 --hidden-dropout --swiglu", "--hidden-dropout: has no value"),
     ],
 )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import prod
 from operator import attrgetter
-from typing import Any
 
 from zeropp.choose.task import Knobs, Task
 from zeropp.price import PlanPrice
@@ -71,8 +70,8 @@ def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
 
 
 @cache
-def _axes(kind: Any) -> tuple[Axis, ...]:
-    return tuple(axis for axis in _AXES if axis in kind.__dataclass_fields__)
+def _axes(kind: type[Knobs]) -> tuple[Axis, ...]:
+    return tuple(axis for axis in _AXES if hasattr(kind, axis))  # knobs have defaults
 
 
 def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
