@@ -406,21 +406,21 @@ def test_a_host_that_limits_a_step_is_priced_and_said(
 
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": "10000"}
 MINE: dict[str, object] = {"train_batch_size": "128", "zero_optimization": STAGE_3}
-SECTION = {"zero_stage": 3, "gradient_accumulation_steps": 4, "zero3_init_flag": True}
-OWN = {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": False}
-
-
-PREFETCH, THRESHOLD = "prefetch_bucket_size", "param_persistence_threshold"
+OWN = {
+    "distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": False,
+    "deepspeed_config": {"zero_stage": 3, "gradient_accumulation_steps": 4, "zero3_init_flag": 1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("own", "said", "expected"),
     [
-        (MINE, {"bf16": {"enabled": "True"}}, {"precision": "bf16", THRESHOLD: 10_000}),
+        (MINE, {"bf16": {"enabled": "True"}},
+         {"precision": "bf16", "param_persistence_threshold": 10_000}),
         (MINE, {"fp16": {"enabled": "off"}}, {"precision": "fp32", "batch": 128}),
         (MINE, {"bfloat16": {"enabled": True}}, {"precision": "bf16", "reduce_dtype": "bf16"}),
         (MINE, {"bf16": None, "zero_optimization": STAGE_3 | {"stage3_prefetch_bucket_size": 0}},
-         {"precision": "fp32", PREFETCH: 1, "live_parameters": 1}),
+         {"precision": "fp32", "prefetch_bucket_size": 1, "live_parameters": 1}),
         (MINE, {"data_types": {"grad_accum_dtype": "torch.float32"}, "bf16": {"enabled": True}},
          {"grad_accum_dtype": "fp32", "reduce_dtype": "bf16"}),
         (MINE, {"communication_data_type": "FP16"}, {"reduce_dtype": "bf16"}),
@@ -430,8 +430,8 @@ PREFETCH, THRESHOLD = "prefetch_bucket_size", "param_persistence_threshold"
         (MINE, {"zero_optimization": 2}, 'zero_optimization=2: must be an object, as in {"stage"'),
         (MINE, {"zero_optimization": {"stage": 2, "offload_param": "cpu"}},
          'zero_optimization.offload_param=cpu: must be an object, as in {"device"'),
-        (OWN, {"deepspeed_config": SECTION}, {"precision": "fp32", PREFETCH: 50_000_000}),
-        (OWN | {"deepspeed_config": SECTION}, {"mixed_precision": "bf16"}, {"precision": "bf16"}),
+        (OWN, {}, {"precision": "fp32", "batch": 64, "prefetch_bucket_size": 50_000_000}),
+        (OWN, {"mixed_precision": "bf16"}, {"precision": "bf16"}),
         (OWN, {"deepspeed_config": {"deepspeed_config_file": "z.json"}},
          "deepspeed_config: give z.json in place of this file"),
     ],
@@ -447,22 +447,21 @@ def test_deepspeeds_values_are_read_as_it_reads_them_or_refused_by_key(
             asked(tmp_path, files, *words)
         return
     question = asked(tmp_path, files, *words)
-    task, knobs = question.task, vars(question.knobs)
-    seen = {"precision": task.precision, "batch": task.global_batch, **knobs}
-    assert {name: seen[name] for name in expected} == expected
-    assert knobs["shard"] == 8
+    task = question.task
+    seen = {"precision": task.precision, "batch": task.global_batch, **vars(question.knobs)}
+    assert seen | expected | {"shard": 8} == seen
     assert not question.reading.named
 
 
 def test_what_changes_memory_or_the_number_of_gpus_unseen_is_named(tmp_path: Path) -> None:
     """States of the optimizer in 16 bits were silently priced in 32, and a branch of the script
     that counts GPUs was silently the one of a machine without any."""
-    half = MINE | {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
-    words = ["model.seq=2048", "num_gpus=8"]
-    named = asked(tmp_path, CONFIG | {"z.json": json.dumps(half)}, *words).reading.named
+    half = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    files = CONFIG | {"z.json": json.dumps(MINE | half)}
+    named = asked(tmp_path, files, "model.seq=2048", "num_gpus=8").reading.named
     assert [line.partition(":")[0] for line in named] == ["bf16.bf16_optimizer_states"]
-    script = "G=4\nif (($(rocm-smi --showid | wc -l) == 8)); then G=8; fi\n"
-    script += f"torchrun --nproc-per-node $G pretrain_gpt.py {FLAGS}"
+    script = "if (($(rocm-smi -i | wc -l) == 8)); then G=8; else G=4; fi\ntorchrun"
+    script += f" --nproc-per-node $G pretrain_gpt.py {FLAGS}"
     assert asked(tmp_path, {"run.sh": script}).reading.named[0].startswith("rocm-smi: not run here")
 
 

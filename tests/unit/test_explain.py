@@ -287,6 +287,9 @@ def test_best_plans_of_the_documented_file_take_few_simulations() -> None:
     best = best_plans(ask([file], ["num_gpus=16", "cluster=h100"], []), search_s=1e4)
     assert all(row.is_complete and row.winner for row in best)
     assert sum(outcome.simulated for row in best for outcome in row.searched) < 60
+    assert "degrees do not multiply to the GPUs" not in [  # which no search tries
+        kind for row in best for outcome in row.searched for kind in outcome.rejected
+    ]
 
 
 def asked_again(dialect: str, words: str, path: Path) -> Question:
