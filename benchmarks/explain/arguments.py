@@ -259,5 +259,6 @@ def _world(sizes: Mapping[str, int]) -> int | None:
     per_node, tasks = _gpus_per_node(sizes), sizes.get("ntasks_per_node")
     by_node = (nodes or 1) * per_node if per_node else None
     by_task = nodes * tasks if nodes and tasks else None
-    whole = sizes.get("num_processes") or sizes.get("gpus")
+    # Of a container, --gpus are those of a node.
+    whole = sizes.get("num_processes") or (nodes and by_node) or sizes.get("gpus")
     return whole or by_node or sizes.get("ntasks") or by_task

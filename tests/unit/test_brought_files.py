@@ -99,6 +99,7 @@ def test_slurms_lines_give_nodes_and_gpus(
         ("srun -n 24 {}", 24),
         ("mpirun -np 8 {}", 8),
         ("torchrun --nproc-per-node 8 $(cat <<EOF\n{}\nEOF\n)", 8),
+        ('docker run --gpus 8 torch bash -c "torchrun --nnodes 3 --nproc-per-node 8 {}"', 24),
         ('docker run --gpus all torch:25 bash -c "torchrun --nproc-per-node 8 {}"', 8),
         ("deepspeed --num_nodes 2 --num_gpus 4 {}", 8),
         ("accelerate launch --num_processes 32 --num_machines 4 {}", 32),
