@@ -64,7 +64,7 @@ def size(task: Task, knobs: Zero3Knobs, microbatch_size: int) -> SizedPlan:
     line."""
     # Over all ranks.
     shard = if_auto(knobs.shard, max(1, task.num_gpus // if_auto(knobs.context, 1)))
-    layout = resolve_degrees(task, replace(knobs, shard=shard))
+    layout = resolve_degrees(task, knobs if knobs.shard == shard else replace(knobs, shard=shard))
     check_context(task.shape, layout)
     sums: WireType = if_auto(knobs.grad_accum_dtype, "fp32")
     sent: WireType = if_auto(knobs.reduce_dtype, "fp32")

@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +123,16 @@ def arguments_of_script(
             + (f" (bash: {complaint})" if complaint else "")
             + "".join(last)
             + "; give Megatron-LM's arguments after --, or the log of a run (NeMo's words, such as "
-            "model.num_layers=40, are not read)"
+            "model.num_layers=40, are not read); of torchtitan its TOML; of Hugging Face's Trainer "
+            "the config.json with the file of DeepSpeed or Accelerate"
         )
     named = [
         f"source {words[1]}: not found beside the script, so not followed"
         for words in commands
         if words[0] == "source"
     ]
+    if asked := {words[0] for words in commands} & {"nvidia-smi", "rocm-smi", "amd-smi"}:
+        named.append(f"{asked.pop()}: not run here, and what hangs on its answer may differ")
     if ["exit", "1"] in commands:
         named.append("exit 1: a check of the script fails here, and was passed over")
     launch, arguments = of_models[-1]
@@ -151,7 +156,7 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
     the variable that the script takes it from."""
     for line in launchers:
         for flag, value in arguments_of(line.split()).items():
-            has_value = value in ("auto", "cpu", "gpu") or re.search("[1-9]", str(value))
+            has_value = re.match(r"(auto|cpu|gpu|all)\b|\S*[1-9]", str(value))
             if _SHORT.get(flag, flag.lstrip("-").replace("-", "_")) not in _COUNTED or has_value:
                 continue
             name, values = "", list[str]()
@@ -163,7 +168,7 @@ def _check_counts(launchers: Iterable[str], text: str) -> None:
             way = f", or set it: {name}=2 zeropp explain ..., and arguments behind --"
             raise SpecError(
                 f"{flag}: {f'${name} is not set' if name else 'has no value'} (give num_gpus=N"
-                f"{'' if values and not found else way})"
+                f"{way if name and (found or not values) else ''})"
             )
 
 
@@ -192,22 +197,26 @@ def _expanded(
             if own_path := shutil.which(name):
                 (found / name).symlink_to(own_path)
         with told.open("wb") as output, said.open("wb") as errors:
+            shell = subprocess.Popen(
+                [*alone, bash, "-r", str(script), *own],
+                env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(found)},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
             try:
-                subprocess.run(
-                    [*alone, bash, "-r", str(script), *own],
-                    env={**variables, **os.environ, "BASH_ENV": str(_PRELUDE), "PATH": str(found)},
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=errors,
-                    start_new_session=True,
-                    timeout=_LIMIT_S,
-                )
+                shell.wait(_LIMIT_S)
             except subprocess.TimeoutExpired:
                 raise SpecError(
                     f"bash has not ended after {_LIMIT_S} s: the script waits for something; give "
                     "the arguments after --"
                 ) from None
+            finally:  # with what it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
         faults = re.findall(r": (line \d+: .*)", said.read_text(encoding="utf-8", errors="replace"))
         commands = told.read_bytes().decode("utf-8", "replace").split("\0\1\0")
     words = [[word for word in command.split("\0") if word] for command in commands]
@@ -222,7 +231,7 @@ def _sizes(lines: Iterable[str]) -> dict[str, int]:
         words = re.sub(r"(?<!\S)(-[NnG])(?=\d)", r"\1 ", line).split()
         for flag, value in arguments_of(words).items():
             name = _SHORT.get(flag, flag.lstrip("-").replace("-", "_"))
-            last = re.match(r"(?:.*[:-])?(\d+)(?:\s|$)", str(value))  # gpu:a100:8, and 2-4 nodes
+            last = re.match(r"(?:\S*[:-])?(\d+)(?:\s|$)", str(value))  # gpu:a100:8, and 2-4 nodes
             if last and (name != "gres" or "gpu" in str(value)):
                 sizes[name] = int(last[1])
     return sizes
@@ -250,5 +259,6 @@ def _world(sizes: Mapping[str, int]) -> int | None:
     per_node, tasks = _gpus_per_node(sizes), sizes.get("ntasks_per_node")
     by_node = (nodes or 1) * per_node if per_node else None
     by_task = nodes * tasks if nodes and tasks else None
-    whole = sizes.get("num_processes") or sizes.get("gpus")
+    # Of a container, --gpus are those of a node.
+    whole = sizes.get("num_processes") or (nodes and by_node) or sizes.get("gpus")
     return whole or by_node or sizes.get("ntasks") or by_task

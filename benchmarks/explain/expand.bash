@@ -48,6 +48,9 @@ exit() {  # a check of another machine fails here, and what follows is still the
 }
 
 exec() { (($#)) && command_not_found_handle "$@"; }
+cat() {  # a document within the script, and no file
+    (($#)) && command_not_found_handle cat "$@" || printf '%s\n' "$(</dev/stdin)"
+}
 cd() {  # in name only
     local place=${*: -1}
     [[ $# == 0 || $place == - ]] && return

@@ -30,8 +30,8 @@ KINDS = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "phi3", "glm"), _Kind()),
     "granite": _Kind(),  # with scales of embeddings, residuals and logits
     **dict.fromkeys(("gemma", "smollm3", "ernie4_5"), _Kind(tied=True)),
-    **dict.fromkeys(("qwen2", "seed_oss"), _Kind(_QKV, code="qwen2")),
-    **dict.fromkeys(("qwen3", "exaone4"), _Kind(_QK, code="qwen3")),
+    **dict.fromkeys(("qwen2", "qwen2_5_vl_text", "seed_oss"), _Kind(_QKV, code="qwen2")),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text", "exaone4"), _Kind(_QK, code="qwen3")),
     **dict.fromkeys(("olmo2", "olmo3"), _Kind(_QK, code="qwen3")),  # norms behind, not before
     "gemma2": _Kind("norms behind attention and MLP", tied=True),
     "gemma3_text": _Kind(f"{_QK} and those behind attention and MLP", code="qwen3", tied=True),
@@ -102,10 +102,12 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     reading = Reading(dialect="huggingface", contender="megatron_core")
     if isinstance(text := values.get("text_config"), Mapping):
         reading.named.append(f"model_type={values.get('model_type')}: its text alone is priced")
-        tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
-        defaults = _GEMMA3 if text.get("model_type") == "gemma3_text" else {}
-        values = {**defaults, **tied, **text}
-    kind = values.get("model_type", "")
+        values = {
+            **(_GEMMA3 if text.get("model_type") == "gemma3_text" else {}),
+            **{key: values[key] for key in ("tie_word_embeddings",) if key in values},
+            **text,
+        }
+    kind = str(values.get("model_type", ""))
     for start, what in _REFUSED.items():
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):
             raise SpecError(f"{key}={values[key]}: no price for {what} (model_type={kind})")
@@ -152,10 +154,14 @@ def _model(keys: Keys, kind: str) -> dict[str, Any]:
 
 
 _EAGER_TRAFFIC = program_named("huggingface_fsdp").traffic_factor
-_DEEPSPEED_HALF = ("bf16", "fp16", "torch_autocast")
+_DEEPSPEED_HALF = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 _DEEPSPEED_DEGREES = ("tensor_parallel.autotp_size", "pipeline.stages")
 _DEEPSPEED_STEP = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BUCKET = "zero_optimization.reduce_bucket_size"
+_TYPES = {
+    **dict.fromkeys(("fp16", "float16", "half", "bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+}
 _SEQUENTIAL = "zero_optimization.stage3_allgather_sequential"
 _STAGE3 = {  # keys of ZeRO-3's gathers: the contender's names, and DeepSpeed's defaults
     "zero_optimization.stage3_prefetch_bucket_size": ("prefetch_bucket_size", 50_000_000),
@@ -178,6 +184,13 @@ _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
     "optimizer.type": (("Adam", "AdamW", "adam", "adamw"), "priced with Adam's states"),
+    **dict.fromkeys(
+        (
+            *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+            "fp16.fp16_master_weights_and_grads",
+        ),
+        (False, "priced with fp32 masters and states of the optimizer"),
+    ),
     "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
     "pipeline.partition": ("parameters", "priced with stages of equal cost"),
 }
@@ -194,9 +207,14 @@ _DEEPSPEED_HARMLESS = (
     ),
     *("zero_optimization.stage3_", "zero_optimization.reduce_", "zero_optimization.allgather_"),
     *("zero_optimization.offload_", "zero_optimization.sub_group_size", "tensorboard.", "wandb."),
+    *("zero_stage", "zero3_", "deepspeed_", "offload_"),  # of Accelerate's section
     *("flops_profiler.", "comms_logger.", "dump_state", "csv_monitor.", "zero_force_ds_cpu"),
     *("zero_optimization.round_robin", "prescale_gradients", "data_types."),
     *("pipeline.pipe_partitioned", "pipeline.grad_partitioned", "pipeline.seed_layers"),
+)
+# As texts, as pydantic reads them.
+_SWITCHES = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(
+    ("false", "no", "off"), False
 )
 _DEGREES = "parallelism_config.parallelism_config_"
 _MIXED = {
@@ -212,10 +230,11 @@ _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
     ),
     "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
     "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "priced as gathered ahead"),
-    "downcast_bf16": ("no", "parameters in another type"),
+    "downcast_bf16": (("no", False), "parameters in another type"),  # YAML reads no as false
 }
 _ACCELERATE_HARMLESS = (
     f"{_DEGREES}dp_shard_size",  # the ranks that the others leave
+    f"{_DEGREES}cp_comm_strategy",  # of a ring
     *("compute_environment", "debug", "machine_rank", "main_", "rdzv_", "same_network", "tpu_"),
     *("use_cpu", "enable_cpu_affinity", "fsdp_config.fsdp_state_dict", "fsdp_config.fsdp_sync"),
     *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "gpu_ids", "fsdp_config.fsdp_tr"),
@@ -229,7 +248,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         raise SpecError("num_gpus: a DeepSpeed JSON does not say it (give num_gpus=N)")
     # Values that are "auto" are filled in by Hugging Face's Trainer: sizes of buckets by the model,
     # all others by its arguments, so they say nothing here.
-    said, hidden = flat(tree), reading.model["hidden"]
+    said, hidden = _flat_deepspeed(tree), reading.model["hidden"]
     by_model = (hidden**2, int(0.9 * hidden**2), 10 * hidden)
     filled = dict(zip((_BUCKET, *_STAGE3), by_model, strict=False))
     said |= {key: size for key, size in filled.items() if said.get(key) == "auto"}
@@ -241,10 +260,16 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     tp, pp = degrees.values()
     context = keys.count("sequence_parallel_size", 1)  # of Ulysses
     replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "context": context})
-    half = {said.get(f"{name}.enabled", False) for name in _DEEPSPEED_HALF}
-    own = "bf16" if half - {False} else "fp32"
+    half = [said.get(key, False) for key in _DEEPSPEED_HALF]
+    for key, value in zip(_DEEPSPEED_HALF, half, strict=True):
+        if value not in (True, False, "auto"):
+            raise SpecError(f"{key}={value!r}: must be true or false")
+    own = "bf16" if any(half) else "fp32"
     if "auto" in half and True not in half:
         reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
+    reading.derived += ["bf16.enabled: not set, priced in fp32 (give precision=bf16)"] * (
+        not any(half)
+    )
     reading.derived += [f"fp16.enabled: {_MIXED['fp16']}"] * (said.get("fp16.enabled") is True)
     if stage == 3:
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
@@ -254,6 +279,9 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         reading.knobs |= {
             knob: keys.number(key, default, least=0) for key, (knob, default) in _STAGE3.items()
         }
+        if not (reading.knobs["prefetch_bucket_size"] and reading.knobs["live_parameters"]):
+            reading.knobs |= {"prefetch_bucket_size": 1, "live_parameters": 1}
+            reading.derived.append("nothing is gathered ahead: every tensor is when it is used")
         reading.knobs["allgather_sequential"] = bool(keys.take(_SEQUENTIAL, False))
         if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
             reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
@@ -267,9 +295,15 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         )
     reading.knobs["compile"] = bool(keys.take("compile.deepcompile", False))
     # DeepSpeed adds and sends in the type of the model.
-    reading.knobs["grad_accum_dtype"] = keys.take("data_types.grad_accum_dtype", own)
-    reading.knobs["reduce_dtype"] = keys.take("communication_data_type", own)
-    reading.knobs["reduce_bucket_size"] = keys.number(_BUCKET, least=0) or 500_000_000
+    for key, knob in (
+        ("data_types.grad_accum_dtype", "grad_accum_dtype"),
+        ("communication_data_type", "reduce_dtype"),
+    ):
+        kind = str(keys.take(key) or own)
+        if (plain := kind.lower().removeprefix("torch.")) not in _TYPES:
+            raise SpecError(f"{key}={kind}: must be among {', '.join(_TYPES)}")
+        reading.knobs[knob] = _TYPES[plain]
+    reading.knobs["reduce_bucket_size"] = keys.number(_BUCKET, 500_000_000, least=1)
     reading.traits |= {"eager": reading.code, "traffic_factor": _EAGER_TRAFFIC}
     # ``PipelineModule`` recomputes runs of this length; 0: none.
     _recompute(reading, stated=bool(keys.number("pipeline.activation_checkpoint_interval")))
@@ -281,6 +315,17 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     }
     keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
     return reading
+
+
+def _flat_deepspeed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by dotted keys; raises SpecError for a plain value in the place of an object."""
+    said = flat({"bf16" if key == "bfloat16" else key: value for key, value in tree.items()})
+    known = ("zero_optimization.stage", *_DEEPSPEED_HALF, *_DEEPSPEED_DEGREES, *_DEEPSPEED_NEUTRAL)
+    for key, value in said.items():
+        inside = [name.split(".")[-1] for name in known if name.startswith(f"{key}.")]
+        if inside and value is not None:
+            raise SpecError(f'{key}={value}: must be an object, as in {{"{inside[0]}": ...}}')
+    return {key: _SWITCHES.get(str(value).lower(), value) for key, value in said.items()}
 
 
 def _batch_of(
@@ -307,12 +352,14 @@ def _batch_of(
 
 
 def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
-    """What Accelerate's YAML for FSDP says of a ``model`` that was read before; raises SpecError,
-    in one line, for what has no price."""
+    """What Accelerate's YAML for FSDP or DeepSpeed says of a ``model`` that was read before; raises
+    SpecError, in one line, for what has no price."""
     keys = Keys(flat(tree))
-    if (kind := keys.take("distributed_type")) != "FSDP":
+    if (kind := keys.take("distributed_type")) == "DEEPSPEED":
+        return deepspeed(_deepspeed_json(tree), model, num_gpus or keys.number("num_processes"))
+    if kind != "FSDP":
         raise SpecError(
-            f"distributed_type={kind}: only FSDP is read (give DeepSpeed's own JSON, Megatron-LM's "
+            f"distributed_type={kind}: only FSDP and DEEPSPEED are read (give Megatron-LM's "
             "arguments after --, or for plain data parallelism the config.json alone with "
             "contender=fsdp contender.shard=1)"
         )
@@ -347,11 +394,13 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         "reshard_after_backward": True,
     }
     model.slice_sequences(f"{_DEGREES}cp_size", cp)
-    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in ("NO", "no")
+    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in (
+        *("NO", "no", False),
+    )
     # Where it is not compiled.
     model.traits |= {"eager": model.code, "traffic_factor": _EAGER_TRAFFIC}
     _recompute(model, stated=bool(keys.take("fsdp_config.fsdp_activation_checkpointing")))
-    if words := _MIXED.get(precision := str(keys.take("mixed_precision", "no"))):
+    if words := _MIXED.get(precision := str(keys.take("mixed_precision") or "no")):
         model.derived.append(f"mixed_precision={precision}: {words}")
     half = "fp32" if precision == "no" else "bf16"
     model.settings |= {"num_gpus": gpus, "precision": half}
@@ -360,6 +409,22 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         model.multiply_in_8_bits("mixed_precision=fp8", "tensorwise")
     keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))
     return model
+
+
+def _deepspeed_json(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON that Accelerate makes of its section for DeepSpeed (``DeepSpeedPlugin``)."""
+    said = tree.get("deepspeed_config") or {}
+    if file := said.get("deepspeed_config_file") if isinstance(said, dict) else said:
+        raise SpecError(f"deepspeed_config: give {file} in place of this file")
+    return {
+        **said,
+        **{name: {"enabled": tree.get("mixed_precision") == name} for name in ("bf16", "fp16")},
+        "zero_optimization": {"stage": said.get("zero_stage", 2)}
+        | {
+            f"offload_{part}": {"device": said.get(f"offload_{part}_device", "none")}
+            for part in ("optimizer", "param")
+        },
+    }
 
 
 def _recompute(reading: Reading, *, stated: bool) -> None:

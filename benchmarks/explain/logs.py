@@ -107,11 +107,12 @@ _FORMS = tuple(
         ("nanochat", rf"\bdt: {_NUMBER}ms", "ms"),
         ("MaxText", rf"completed step: \d+, seconds: {_NUMBER}", "s"),
         ("torchtune", rf"tokens_per_second_per_gpu:{_NUMBER}", "tokens/s/gpu"),
+        ("swift of Megatron", rf"elapsed_time_per_iteration['\"]: '?{_NUMBER}", "s"),
         ("swift, a mean with warm-up", rf"train_speed\(iter/s\)['\"]: '?{_NUMBER}", "steps/s"),
         ("swift, a mean with warm-up", rf"train_speed\(s/it\)['\"]: '?{_NUMBER}", "s"),
         (
             "Hugging Face's Trainer, the mean with warm-up",
-            rf"'train_samples_per_second': '?{_NUMBER}",
+            rf"train_samples_per_second['\"]? *[:=] *'?{_NUMBER}",
             "samples/s",
         ),
     )

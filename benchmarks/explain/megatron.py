@@ -32,6 +32,7 @@ _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
     "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
+    "--mtp-num-layers": (None, "the prediction of more tokens is not priced"),
     "--window-size": (None, "attention is priced over the whole sequence"),
     "--reset-attention-mask": (None, "attention is priced across documents (model.document=N)"),
     "--rampup-batch-size": (None, "priced with the last batch"),
@@ -66,6 +67,8 @@ _REFUSED = {
     "--num-experts": "no price for mixtures of experts",
     "--img-h": "no price for models with vision",
     "--multi-latent-attention": "no price for latent attention",
+    "--experimental-attention-variant": "no price for linear and sparse attention",
+    "--peft": "no price for adapters",
     "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
     "config.json)",
     "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
@@ -261,7 +264,9 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "vocab": _vocabulary(keys, reading),
         "seq": keys.number("--seq-length") or keys.count("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
-        "dropout": max(float(keys.given(f"--{of}-dropout", 0.1)) for of in ("attention", "hidden")),
+        "dropout": max(
+            keys.number(f"--{of}-dropout", 0.1, kind=float) for of in ("attention", "hidden")
+        ),
         "head_width": None if channels is None or channels * heads == hidden else channels,
     }
 
@@ -269,7 +274,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
 def _vocabulary(keys: Keys, reading: Reading) -> int | None:
     """The vocabulary, and to what it is padded (``training/tokenizer``); None if only the
     tokenizer's file has it. NullTokenizer adds one token."""
-    padded = keys.number("--padded-vocab-size")
+    padded: int | None = keys.number("--padded-vocab-size")
     kind, size = keys.given("--tokenizer-type", ""), keys.number("--vocab-size")
     reading.pads = keys.number("--make-vocab-size-divisible-by", 128) or 1
     if padded is not None:
@@ -334,6 +339,8 @@ _BRIDGE = {  # keys of Megatron-Bridge whose flag has another name
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
     "fp8": "--fp8-format",
 }
+# Of the section that decides over the model's and the data parallelism's own keys.
+_BRIDGE_MIXED = ("bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather", "grad_reduce_in_fp32")
 _BRIDGE_OFF = {  # keys that Megatron-LM has a flag against
     "add_bias_linear": "--disable-bias-linear",
     "share_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
@@ -345,13 +352,20 @@ _BRIDGE_OFF = {  # keys that Megatron-LM has a flag against
 def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     """What a ``run_config.yaml`` of Megatron-Bridge says, which ``cfg.to_yaml`` writes of a recipe.
     Its keys are those of Megatron-Core's classes, nearly all of them with every default."""
-    model = tree["model"]
-    mixed = tree.get("mixed_precision") or {}
-    if isinstance(mixed, str):  # such as bf16_mixed or bf16_with_fp8_delayed_scaling_mixed
-        mixed = {mixed[:4]: True, "fp8": mixed if "fp8" in mixed else None}
-    given = model | tree["train"] | tree.get("ddp", {}) | (tree.get("comm_overlap") or {})
-    given |= {key: mixed[key] for key in ("bf16", "fp16", "fp8") if mixed.get(key)}
-    rows = tree.get("dataset", {})  # whose length is trained; a model may allow for more
+    sections = {name: part for name, part in tree.items() if isinstance(part, dict)}
+    model, mixed, rows = (
+        sections.get(name, {}) for name in ("model", "mixed_precision", "dataset")
+    )
+    if isinstance(said := tree.get("mixed_precision"), str):  # such as bf16_mixed
+        mixed = {said[:4]: True, "fp8": said if "fp8" in said else None}
+    given = {
+        key: value
+        for name in ("dist", "optimizer", "model", "train", "ddp", "comm_overlap")
+        for key, value in sections.get(name, {}).items()
+    }
+    given |= {key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None}
+    given["peft"] = bool(tree.get("peft"))
+    # The length of the rows is trained; a model may allow for more.
     lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
     given["seq_length"] = next(filter(None, lengths), None)
     values: Arguments = {}
@@ -359,8 +373,8 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
         if key in _BRIDGE_OFF or key[0] == "_" or isinstance(value, dict):
             continue
         if isinstance(value, list):  # as text; the stages of a pipeline as in Megatron's layout
-            nested = any(isinstance(part, list) for part in value)
-            value = ("|" if nested else " ").join("".join(map(str, part)) for part in value)
+            parts = ("".join(map(str, p)) if isinstance(p, list) else str(p) for p in value)
+            value = ("|" if any(isinstance(part, list) for part in value) else " ").join(parts)
         values[_BRIDGE.get(key, f"--{key.replace('_', '-')}")] = value
     values |= {flag: given.get(key) is False for key, flag in _BRIDGE_OFF.items()}
     values["--group-query-attention"] = bool(model.get("num_query_groups"))

@@ -9,8 +9,6 @@ from benchmarks.report.ratio_errors import NONE_WITH_TP, need_text, priced_runs,
 from benchmarks.report.searches import MOST_GAP, Best
 from benchmarks.specification import DTYPES
 from benchmarks.specification.contenders import program_label
-from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
-from benchmarks.validation.stated import cluster_of, measured_s
 from zeropp.choose.contender import describe
 from zeropp.choose.task import Task
 
@@ -89,7 +87,13 @@ def _published(task: Task) -> Iterator[str]:
         same &= run["device"] == task.cluster.device.name and run["dtype"] in DTYPES[task.precision]
         same &= int(run["num_gpus"]) == task.num_gpus
         same &= int(run["global_batch"]) == task.global_batch
-        if not same or METRICS[run["metric"]].kind not in SPEEDS:
+        if not same:
+            continue
+        # These take a tenth of the time of all imports, and few cases were published.
+        from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
+        from benchmarks.validation.stated import cluster_of, measured_s
+
+        if METRICS[run["metric"]].kind not in SPEEDS:
             continue
         stated = {name: cell for name, cell in run.items() if name in COLUMNS and cell}
         row = PublishedRow.model_validate(stated | {"url": run["place"], "table": run["place"]})

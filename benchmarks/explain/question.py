@@ -146,11 +146,11 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
     tree = _tree(path, text)
     if "distributed_type" in tree:
         raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
-    if named := {"base_model", "model_name_or_path"} & set(tree):
+    if named := {"base_model", "model_name_or_path", "modules"} & set(tree):
         raise SpecError(
-            f"{path}: a file of axolotl or LLaMA-Factory names its model alone ({named.pop()}): "
-            "give the model's config.json with the file of DeepSpeed or Accelerate, or with "
-            "contender=fsdp"
+            f"{path}: a file of axolotl, LLaMA-Factory or Primus names its model alone "
+            f"({named.pop()}): give the model's config.json with the file of DeepSpeed or "
+            "Accelerate, or with contender=fsdp; or Megatron-LM's arguments after --"
         )
     if not all(isinstance(tree.get(key), dict) for key in ("model", "train")):
         raise SpecError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf, prod
 from typing import Any
@@ -76,30 +76,41 @@ class Keys:
             )
         return value
 
-    def number(self, key: str, default: int | None = None, least: float = -inf) -> int | None:
-        """The same as a whole number; raises SpecError for another, or one below ``least``."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        least: float = -inf,
+        kind: Callable[[Any], Any] = int,
+    ) -> Any:
+        """The same as a whole number, or of another ``kind``; raises SpecError for another, or one
+        below ``least``."""
         if (value := self.given(key)) is None:
             return default
         try:
             whole = isinstance(value, float) and value.is_integer()
-            number = int(value if whole else str(value))
+            number = kind(value if whole else str(value))
         except ValueError:
-            raise SpecError(f"{key}={value!r}: must be a whole number") from None
+            raise SpecError(
+                f"{key}={value!r}: must be a {'whole ' * (kind is int)}number"
+            ) from None
         if number < least:
             raise SpecError(f"{key}={number}: must be at least {least}")
         return number
 
     def names(self, key: str, default: Iterable[str] = ()) -> list[str]:
         """The same as a list of names, which may be one text with commas between them."""
-        value = self.take(key, default)
-        return value.replace(",", " ").split() if isinstance(value, str) else list(value)
+        if not isinstance(value := self.take(key, default), (list, tuple)):
+            return str(value).replace(",", " ").split()
+        return [*map(str, value)]
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1, such as a size or a degree; raises SpecError where it is
         none, and where it is missing and has no ``default``."""
         if (number := self.number(key, default, least=1)) is None:
             raise SpecError(f"{key}: missing; it has no default")
-        return number
+        return int(number)
 
     def sort_rest(
         self, reading: Reading, neutral: Mapping[str, tuple[Any, str]], harmless: Iterable[str]

@@ -196,7 +196,8 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
 
 
 def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
-    name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
+    name = str(keys.take("model.name", "llama3"))
+    flavor = str(keys.take("model.flavor", "debugmodel"))
     plain = re.sub(r"_(flex|varlen)(_\w+)?$", "", flavor)
     if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
         raise SpecError(
@@ -242,11 +243,13 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     asked = keys.take("parallelism.pipeline_parallel_schedule", "1F1B")
     schedule, chunks = "1f1b", 1
     if pp > 1:
-        if asked not in _SCHEDULES:
+        schedule = {name.lower(): known for name, known in _SCHEDULES.items()}.get(
+            str(asked).lower(), ""
+        )
+        if not schedule:
             raise SpecError(
                 f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
             )
-        schedule = _SCHEDULES[asked]
         chunks = _chunks(keys, reading.model.get("layers"), pp, schedule)
         if batch != local * replicate * shard:
             reading.named.append(
@@ -273,7 +276,7 @@ def _chunks(keys: Keys, layers: int | None, pp: int, schedule: str) -> int:
         keys.number(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1) or 0
         for end in ("first", "last")
     ]
-    per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
+    per_stage: int | None = keys.number("parallelism.pipeline_parallel_layers_per_stage")
     if not per_stage:
         return least
     if layers is None:

@@ -57,7 +57,7 @@ class Compared:
     name: str
     label: str
     contender: Contender[Any]
-    allows: Callable[[Any], bool]  # of a contender's knobs, where none is auto
+    allows: Callable[[Any], bool]  # of degrees: a point's, or knobs of which none is auto
     others: tuple[Contender[Any], ...] = ()
 
     @property
@@ -69,7 +69,7 @@ class Compared:
         space, allows = contender.space, self.allows
 
         def families(point: SearchPoint[Any]) -> Iterable[Any]:
-            return (knobs for knobs in space.families(point) if allows(knobs))
+            return space.families(point) if allows(point.degrees) else ()
 
         return replace(contender, space=replace(space, families=families))
 
@@ -94,8 +94,8 @@ def sides(row: Compared) -> tuple[Compared, ...]:
     )
 
 
-def _is_side(allows: Callable[[Any], bool], knobs: Any, *, tensor: bool) -> bool:
-    return (getattr(knobs, "tp", 1) > 1) is tensor and allows(knobs)
+def _is_side(allows: Callable[[Any], bool], degrees: Any, *, tensor: bool) -> bool:
+    return (getattr(degrees, "tp", 1) > 1) is tensor and allows(degrees)
 
 
 # DeepSpeed is compared as the claim's own opponent, and with whatever it runs fastest.

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from benchmarks.explain import arguments
 from benchmarks.explain.answer import Answer, answer, changes_of, settled
 from benchmarks.explain.question import Question, ask
 from benchmarks.explain.screen import (
@@ -95,6 +98,9 @@ def test_slurms_lines_give_nodes_and_gpus(
         ('srun -l --nodes=2 --ntasks-per-node=8 sh -c "cd x; module load y; {}"', 16),
         ("srun -n 24 {}", 24),
         ("mpirun -np 8 {}", 8),
+        ("torchrun --nproc-per-node 8 $(cat <<EOF\n{}\nEOF\n)", 8),
+        ('docker run --gpus 8 torch bash -c "torchrun --nnodes 3 --nproc-per-node 8 {}"', 24),
+        ('docker run --gpus all torch:25 bash -c "torchrun --nproc-per-node 8 {}"', 8),
         ("deepspeed --num_nodes 2 --num_gpus 4 {}", 8),
         ("accelerate launch --num_processes 32 --num_machines 4 {}", 32),
     ],
@@ -111,6 +117,7 @@ def test_launchers_give_the_number_of_gpus(tmp_path: Path, launch: str, num_gpus
         ("--num-layers 32", "--num-layers=$LAYERS", "--num-layers='': must be a whole number"),
         ("-size $SLURM_GPUS_PER_NODE", "-size $TP", "parallel-size: has no value .* TP=4 zeropp"),
         ("--bf16", "--bf16 --normalization $NORM --swiglu", "--normalization: has no value"),
+        ("--bf16", "--bf16 --hidden-dropout=$P", "--hidden-dropout='': must be a number"),
         ("--bf16", "--bf16 --hidden-dropout --swiglu", "--hidden-dropout: has no value"),
     ],
 )
@@ -211,6 +218,19 @@ def test_pairs_that_a_script_cuts_with_commands_are_its_arguments(tmp_path: Path
     (tmp_path / "run.sh").write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS}")
     with pytest.raises(SpecError, match="TP=2: the script takes no arguments of its own"):
         ask(*given, ["TP=2"])
+
+
+def test_what_a_script_leaves_running_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell was stopped at its limit, and its children were not."""
+    monkeypatch.setattr(arguments, "_LIMIT_S", 0.5)
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    with pytest.raises(SpecError, match="bash has not ended after"):
+        asked(tmp_path, {"run.sh": f"(while :; do :; done) &\nX=$(wait)\n{SLURM}"})
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            assert f"PLACE={tmp_path}".encode() not in (process / "environ").read_bytes()
 
 
 def test_a_folder_beside_the_script_has_what_it_sources(tmp_path: Path) -> None:
@@ -383,6 +403,67 @@ def test_a_host_that_limits_a_step_is_priced_and_said(
     changed = changes_of(found["false"], 0.2)["compile"]
     assert describe(changed.plan) == describe(compiled.plan)
     assert changed.step_s == pytest.approx(compiled.step_s, rel=0.05)  # which slices its loss
+
+
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": "10000"}
+MINE: dict[str, object] = {"train_batch_size": "128", "zero_optimization": STAGE_3}
+OWN = {
+    "distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": False,
+    "deepspeed_config": {"zero_stage": 3, "gradient_accumulation_steps": 4, "zero3_init_flag": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "expected"),
+    [
+        (MINE, {"bf16": {"enabled": "True"}},
+         {"precision": "bf16", "param_persistence_threshold": 10_000}),
+        (MINE, {"fp16": {"enabled": "off"}}, {"precision": "fp32", "batch": 128}),
+        (MINE, {"bfloat16": {"enabled": True}}, {"precision": "bf16", "reduce_dtype": "bf16"}),
+        (MINE, {"bf16": None, "zero_optimization": STAGE_3 | {"stage3_prefetch_bucket_size": 0}},
+         {"precision": "fp32", "prefetch_bucket_size": 1, "live_parameters": 1}),
+        (MINE, {"data_types": {"grad_accum_dtype": "torch.float32"}, "bf16": {"enabled": True}},
+         {"grad_accum_dtype": "fp32", "reduce_dtype": "bf16"}),
+        (MINE, {"communication_data_type": "FP16"}, {"reduce_dtype": "bf16"}),
+        (MINE, {"communication_data_type": "int8"}, "communication_data_type=int8: must be among"),
+        (MINE, {"bf16": {"enabled": "perhaps"}}, "bf16.enabled='perhaps': must be true or false"),
+        (MINE, {"bf16": "true"}, 'bf16=true: must be an object, as in {"enabled": ...}'),
+        (MINE, {"zero_optimization": 2}, 'zero_optimization=2: must be an object, as in {"stage"'),
+        (MINE, {"zero_optimization": {"stage": 2, "offload_param": "cpu"}},
+         'zero_optimization.offload_param=cpu: must be an object, as in {"device"'),
+        (OWN, {}, {"precision": "fp32", "batch": 64, "prefetch_bucket_size": 50_000_000}),
+        (OWN, {"mixed_precision": "bf16"}, {"precision": "bf16"}),
+        (OWN, {"deepspeed_config": {"deepspeed_config_file": "z.json"}},
+         "deepspeed_config: give z.json in place of this file"),
+    ],
+)  # fmt: skip
+def test_deepspeeds_values_are_read_as_it_reads_them_or_refused_by_key(
+    tmp_path: Path, own: dict[str, object], said: dict[str, object], expected: Any
+) -> None:
+    """``"false"`` was read as true, and a plain value in the place of an object was left out."""
+    files = CONFIG | {"z.yaml" if own.keys() >= OWN.keys() else "z.json": json.dumps(own | said)}
+    words = ["model.seq=2048", *(["num_gpus=8"] if "z.json" in files else ["global_batch=64"])]
+    if isinstance(expected, str):
+        with pytest.raises(SpecError, match=re.escape(expected)):
+            asked(tmp_path, files, *words)
+        return
+    question = asked(tmp_path, files, *words)
+    task = question.task
+    seen = {"precision": task.precision, "batch": task.global_batch, **vars(question.knobs)}
+    assert seen | expected | {"shard": 8} == seen
+    assert not question.reading.named
+
+
+def test_what_changes_memory_or_the_number_of_gpus_unseen_is_named(tmp_path: Path) -> None:
+    """States of the optimizer in 16 bits were silently priced in 32, and a branch of the script
+    that counts GPUs was silently the one of a machine without any."""
+    half = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    files = CONFIG | {"z.json": json.dumps(MINE | half)}
+    named = asked(tmp_path, files, "model.seq=2048", "num_gpus=8").reading.named
+    assert [line.partition(":")[0] for line in named] == ["bf16.bf16_optimizer_states"]
+    script = "if (($(rocm-smi -i | wc -l) == 8)); then G=8; else G=4; fi\ntorchrun"
+    script += f" --nproc-per-node $G pretrain_gpt.py {FLAGS}"
+    assert asked(tmp_path, {"run.sh": script}).reading.named[0].startswith("rocm-smi: not run here")
 
 
 @pytest.mark.parametrize(

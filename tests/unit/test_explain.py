@@ -112,6 +112,7 @@ def test_torchtitan() -> None:
     wanted = {"tp": 2, "pp": 2, "shard": 4, "chunks": 2, "schedule": "interleaved_1f1b"}
     assert {key: reading.knobs[key] for key in wanted} == wanted
     assert reading.named == []
+    assert torchtitan.read(TOML.replace("Inter", "inter"), None).knobs == reading.knobs
     kernel = torchtitan.read(TOML.replace('"8B"', '"8B_flex_flash"'), None)
     assert kernel.model == reading.model
     assert kernel.named == ["model.flavor=8B_flex_flash: priced with flash attention"]
@@ -239,6 +240,8 @@ def test_huggingface() -> None:
     text = huggingface.read(seen, 8)
     assert (text.model["head_width"], text.model["tied_embeddings"]) == (256, False)
     assert "model_type=gemma3: its text alone is priced" in text.named
+    seen = {"model_type": "qwen3_vl", "text_config": LLAMA | {"model_type": "qwen3_vl_text"}}
+    assert sizes(huggingface.read(seen, 8).model) == sizes(huggingface.read(LLAMA, 8).model)
 
 
 def as_toml(words: str) -> str:
@@ -284,6 +287,9 @@ def test_best_plans_of_the_documented_file_take_few_simulations() -> None:
     best = best_plans(ask([file], ["num_gpus=16", "cluster=h100"], []), search_s=1e4)
     assert all(row.is_complete and row.winner for row in best)
     assert sum(outcome.simulated for row in best for outcome in row.searched) < 60
+    assert "degrees do not multiply to the GPUs" not in [  # which no search tries
+        kind for row in best for outcome in row.searched for kind in outcome.rejected
+    ]
 
 
 def asked_again(dialect: str, words: str, path: Path) -> Question:
@@ -611,7 +617,13 @@ def test_what_accelerate_leaves_open_is_refused(
         ),
         ("x.yaml", "pipe-parallel-size: 4", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "parallelism: {}\ntokens: {}", "of GPT-NeoX, nanotron and NeMo, give"),
+        ("x.yaml", "modules: {pre_trainer: {framework: megatron}}", "or Primus names its model"),
+        ("x.yaml", "model: {}\ntrain: {}\npeft: {dim: 16}", "--peft=True: no price for adapters"),
+        ("x.yaml", "model: {}\ntrain: {}\noptimizer: a\ndataset: c4", "num_gpus: these"),
+        ("x.yaml", "model: {tensor_model_parallel_size: [1, 2]}\ntrain: {}", "size='1 2': must be"),
         ("x.yaml", "- 1", "must hold keys with values"),
+        ("x.json", '{"model_type": ["llama"]}', r"model_type=.*llama.*: no price"),
+        ("a.toml", "[model]\nname = 8\n[training]\nsteps = 1", "model.name='8', .*: no price"),
         ("a.toml", "# nothing\n", "a TOML without .model. and .training."),
         ("a.toml", "[project]\nname = 1", "so it is not torchtitan's"),
         ("a.sh", "python run_text_generation_server.py --num-layers 4", "no training of a decoder"),
@@ -680,6 +692,11 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert (
         ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading.settings["precision"] == "fp8"
     )
+    mixed = "{bf16: true, fp8: hybrid, fp8_param_gather: true, grad_reduce_in_fp32: false}"
+    path.write_text(BRIDGE.replace("bf16_mixed", mixed) + "optimizer: {optimizer: muon}\n")
+    reading = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading
+    assert {"gathers_casts": True, "bf16.reduced": 2}.items() <= reading.traits.items()
+    assert "--optimizer=muon: priced with Adam's states" in reading.named
     for key in ("sequence_length", "seq_length"):  # of rows that are shorter than the model allows
         path.write_text(f"{BRIDGE}dataset: {{{key}: 2048}}\n")
         assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).task.shape.seq == 2048

@@ -77,6 +77,7 @@ def log(tmp_path: Path) -> Path:
         ("Step {} | loss:3.1 tokens_per_second_per_gpu:{} x", ("1", "8000", "8192"), 2.0237),
         ("{{'iteration': '{}/9', 'train_speed(iter/s)': {}}}", ("0.1", "0.5", "0.5"), 2.0),
         ("{{'iteration': '{}/9', 'train_speed(s/it)': {}}}", ("9", "2.1", "1.9"), 2.0),
+        ("{{'iteration': '{}/9', 'elapsed_time_per_iteration': {}}}", ("9", "2.1", "1.9"), 2.0),
         ("{{'iteration': '{}/9', 'train_speed(s/it)': '{}'}}", ("9", "2.1", "1.9"), 2.0),
     ],
 )
@@ -109,6 +110,10 @@ def test_steps_of_another_batch_do_not_count(log: Path) -> None:
         with pytest.raises(SpecError, match=r'32 .* 64 \(give --measured ".*log global_batch=32"'):
             measurement(str(log), STEP)
     assert measurement(str(log), Step(32, 4096, 16)).step_s == 1.0
+    log.write_text(
+        "  train_runtime            = 0:00:09.00\n  train_samples_per_second =     64.0\n"
+    )
+    assert measurement(str(log), STEP).step_s == 1.0
     olmo = "DataLoaderConfig(global_batch_size=262144)\nthroughput/device/TPS=8,192\n"
     log.write_text(olmo)  # 64 sequences of 4096 tokens
     assert measurement(str(log), STEP).step_s == pytest.approx(2.0)

@@ -213,6 +213,7 @@ def test_a_group_of_points_is_told_by_the_one_with_the_most_shards(
     what = replace(on_cluster("h100", 16, 32, layers=6), precision=precision)
     of_compute = compute_knobs(contender.knobs)
     of_root = compute_knobs(contender.knobs, saving=False)
+    of_passes = compute_knobs(contender.knobs, beside=False)
     groups: dict[object, list[SearchPoint[Any]]] = {}
     for point, size in points(what, contender.space, contender.knobs(), 1, rejected=Counter()):
         degrees = point.degrees
@@ -232,10 +233,14 @@ def test_a_group_of_points_is_told_by_the_one_with_the_most_shards(
             more = with_compute_of(most, knobs, saving=False)
             found |= {k for k in contender.space.families(more) if of_root(k) == of_root(knobs)}
         assert found == {*contender.space.families(most)}
+        same = dict[object, float]()  # where only what moves bytes beside passes differs
         for knobs in found:
             with suppress(InfeasibleError):
                 plan = contender.size(what, knobs, 1)
                 least_s = least_compute_s(plan, pass_times(plan, what.cluster))
+                assert same.setdefault(of_passes(knobs), least_s) == pytest.approx(
+                    least_s, rel=1e-9
+                )
                 assert least_s >= bounds[of_root(knobs)] * SAVES
         alike = {of_compute(knobs): knobs for knobs in found}
         for other in group[:1]:

@@ -9,7 +9,7 @@ contender's planner is its ``size`` and its ``orders`` (``zeropp.choose.contende
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from math import prod
 from operator import attrgetter
 
@@ -66,7 +66,12 @@ def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
 
 def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
     """The degrees that were asked for, of the axes for which a contender has a knob."""
-    return {axis: getattr(knobs, axis) for axis in _AXES if hasattr(knobs, axis)}
+    return {axis: getattr(knobs, axis) for axis in _axes(type(knobs))}
+
+
+@cache
+def _axes(kind: type[Knobs]) -> tuple[Axis, ...]:
+    return tuple(axis for axis in _AXES if hasattr(kind, axis))  # knobs have defaults
 
 
 def _fill(task: Task, requests: Mapping[Axis, int | Auto]) -> dict[Axis, int]:

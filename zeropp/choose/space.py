@@ -200,7 +200,7 @@ def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> I
                     replicate = ranks // pp // context // shard
                     if tp * pp * context * shard * replicate != task.num_gpus:
                         continue  # a degree that was asked for does not divide
-                    if requests.get("replicate", "auto") in ("auto", replicate):
+                    if requests.get("replicate", 1) in ("auto", replicate):
                         yield Layout(
                             pp=pp, tp=tp, context=context, shard=shard, replicate=replicate
                         )
@@ -212,7 +212,7 @@ def _shards(
     """The sizes of a ZeRO-3 group to try, which has ``context`` times as many ranks."""
     fewest, most = space.shards
     known = _within((-(-fewest // context), most), ranks)
-    replicas = requests.get("replicate", "auto")
+    replicas = requests.get("replicate", 1)
     if replicas != "auto":  # they leave one size, whatever the space has
         known = [max(1, ranks // replicas)]
     return _open(requests.get("shard", 1), known)
@@ -323,8 +323,12 @@ _SAVERS = {
 }
 
 
-# Of these, those that move bytes beside a pass, which has the same kernels.
-_BESIDE_PASSES = {"prefetch", "offload_blocks", "offload_modules", "cpu_checkpointing"}
+# Knobs that move bytes beside a pass, which has the same kernels.
+_BESIDE_PASSES = {
+    *("prefetch", "offload_blocks", "offload_modules", "cpu_checkpointing"),
+    *("allgather_sequential", "prefetch_bucket_size", "live_parameters"),
+    "param_persistence_threshold",
+}
 
 
 def compute_knobs(
