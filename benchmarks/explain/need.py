@@ -41,7 +41,10 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     if told := ", ".join(_own_ratios(sides)):
         yield f"Of one program, without over with: {told}."
     yield from _published(task)
-    cut = [*missing, *(best.label for best in bests if best.gap > MOST_GAP)]
+    # The slower one's time: what takes at least as long changes neither.
+    slower_s = max(map(_step_s, fastest.values())) if len(fastest) == 2 else float("inf")
+    may_win = (best for best in bests if best.gap > MOST_GAP and best.least_s < slower_s)
+    cut = [*missing, *(best.label for best in may_win)]
     answer = _answer(fastest, cut)
     if bests and not any(best.outcome.contender.space.tensor for best in bests):
         answer = NONE_WITH_TP

@@ -144,7 +144,7 @@ def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
     all programs, of all but Megatron-FSDP, and of Megatron-Core alone; 0 where nothing without it
     fits. Where a whole program has been searched, and its best plan has none, its best with it is
     at most as fast: the ratio is at least (``bound``) what it would be with that. ``cut``: a
-    search whose gap is too large for a sentence has one of the two fastest plans."""
+    search whose gap is too large for a sentence may have missed one of the two fastest plans."""
     rows = rows[rows["tokens_per_s_per_gpu"].notna()]
     has_tp = rows["plan"].str.contains(r"(?<!\S)tp=", na=False)
     is_whole = rows["contender"].isin(_WHOLE)
@@ -160,7 +160,8 @@ def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
         if name == "without":
             out["bound"] = not (has_tp & (speed == best)).any()
             two = rows.index.isin([speed[of].idxmax() for of in (having, lacking) if of.any()])
-            out["cut"] = bool((gaps[two] > MOST_GAP).any())
+            may_be = speed / (1.0 - gaps).clip(lower=0.0)
+            out["cut"] = bool(((gaps > MOST_GAP) & (may_be > min(best, fastest))).any())
             out["one_program"] = programs[two].nunique() == 1
     others = ("Megatron-Core", "FSDP2")
     of_zeropp = speed[programs == "ZeroPP"].max()

@@ -69,13 +69,17 @@ class Best:
         return all(outcome.is_complete for outcome in self.searched)
 
     @property
+    def least_s(self) -> float:
+        """The least that an unopened plan takes, by its bound."""
+        return min(outcome.bound_s for outcome in self.searched)
+
+    @property
     def gap(self) -> float:
         """The share by which an unopened plan may be faster than the best, by its bound; 1 where
         searches that were cut have found none."""
         if self.winner is None:
             return float(not self.is_complete)
-        least_s = min(outcome.bound_s for outcome in self.searched)
-        return max(0.0, 1.0 - least_s / self.winner.step_s)
+        return max(0.0, 1.0 - self.least_s / self.winner.step_s)
 
     @property
     def none(self) -> str:

@@ -114,6 +114,9 @@ def test_a_search_without_tensor_parallelism_in_its_best_plan_bounds_the_ratio()
     cut = apart.assign(gap=0.0)
     cut.loc[cut["contender"] == "megatron_core_tp", "gap"] = 0.03
     assert (found["cut"], ratios_of(cut)["cut"]) == (False, True)
+    late = apart.assign(gap=0.0)
+    late.loc[late["contender"] == "deepspeed_3d", "gap"] = 0.5  # it would still not be the fastest
+    assert not ratios_of(late)["cut"]
 
 
 def test_shared_cards_and_shared_sequences_are_lines_of_their_own() -> None:

@@ -74,7 +74,11 @@ def test_a_search_that_was_cut_answers_nothing() -> None:
     assert "here? Cannot be told, as a search was cut. So far the fastest plan without" in last
     assert "Cut: FSDP2 (" in last
     assert any(line.startswith("Speed without over with") for line in told)
-    none = replace(found()[0].outcome, winner=None, is_complete=False)
+    slower_s = max(best.outcome.winner.step_s for best in found()[::2] if best.outcome.winner)
+    late = replace(found()[1].outcome, bound_s=slower_s)  # it would not be the fastest
+    (*_, last) = lines([found()[0], replace(found()[1], searched=(late,)), found()[2]])
+    assert "as a search was cut" not in last
+    none = replace(found()[0].outcome, winner=None, is_complete=False, bound_s=0.0)
     unknown = replace(found()[0], outcome=none, searched=(none,))
     for bests, missing in (([unknown, *found()[1:]], []), (found(), ["ZeroPP"])):
         (*told, last) = need_lines(SMALL, bests, missing)

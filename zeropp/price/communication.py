@@ -64,6 +64,12 @@ class TensorTimes:
 
 
 def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
+    """As ``_tensor_times``, for a plan."""
+    return _tensor_times(plan.layout, cluster, work)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_times(layout: Layout, cluster: Cluster, work: Work) -> TensorTimes:
     """The exposed seconds of tensor-parallel collectives, and of those between ranks that divide
     sequences.
 
@@ -76,11 +82,11 @@ def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     contiguous.
     """
     tensor = TensorTimes()
-    if plan.layout.tp > 1:
-        tensor = _exposed(cluster, group_of(cluster, plan.layout, "tp"), work)
+    if layout.tp > 1:
+        tensor = _exposed(cluster, group_of(cluster, layout, "tp"), work)
     if work.context == 1:
         return tensor
-    ring, heads = _ring_s(cluster, plan.layout, work), _heads_s(cluster, plan.layout, work)
+    ring, heads = _ring_s(cluster, layout, work), _heads_s(cluster, layout, work)
     again = {"none": 0.0, "selective": 0.0, "mlp": heads, "full": ring[0] + heads}
     if work.program.selective == "elementwise":  # the outputs of products and of attention are kept
         again["selective"] = heads
