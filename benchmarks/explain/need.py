@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.report.ratio_errors import NONE_WITH_TP, need_text, priced_runs, ratio_text
 from benchmarks.report.searches import MOST_GAP, Best
@@ -28,8 +28,9 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     fastest = {tensor: min(found, key=_step_s) for tensor, found in sides.items() if found}
     for tensor, best in fastest.items():
         yield f"Fastest {_WITH[tensor]}: {best.label}, {_numbers(best)}."
+    left = [best for best in bests if _may_win(best, fastest)]
     # A program of which nothing is known yet may have the fastest plan of a side.
-    is_open = bool(missing) or any(best.winner is None and best.gap for best in bests)
+    is_open = bool(missing) or any(best.winner is None for best in left)
     if len(fastest) == 2 and not is_open:
         ratio = _step_s(fastest[True]) / _step_s(fastest[False])
         one = len({program_label(best.name) for best in fastest.values()}) == 1
@@ -41,14 +42,18 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     if told := ", ".join(_own_ratios(sides)):
         yield f"Of one program, without over with: {told}."
     yield from _published(task)
-    # The slower one's time: what takes at least as long changes neither.
-    slower_s = max(map(_step_s, fastest.values())) if len(fastest) == 2 else float("inf")
-    may_win = (best for best in bests if best.gap > MOST_GAP and best.least_s < slower_s)
-    cut = [*missing, *(best.label for best in may_win)]
+    cut = [*missing, *(best.label for best in left)]
     answer = _answer(fastest, cut)
     if bests and not any(best.outcome.contender.space.tensor for best in bests):
         answer = NONE_WITH_TP
     yield f"Do you need tensor parallelism here? {answer}"
+
+
+def _may_win(best: Best, fastest: Mapping[bool, Best]) -> bool:
+    """Whether what a search left may be the fastest plan of its side by more than ``MOST_GAP``."""
+    own = (False, True) if best.winner is None else (best.winner.plan.layout.tp > 1,)
+    slowest_s = max(_step_s(fastest[side]) if side in fastest else float("inf") for side in own)
+    return best.gap > 0 and best.least_s < (1.0 - MOST_GAP) * slowest_s
 
 
 def _step_s(best: Best) -> float:

@@ -143,9 +143,11 @@ def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
     """Of one cell the fastest speed, and the speed without tensor parallelism over that with it: of
     all programs, of all but Megatron-FSDP, and of Megatron-Core alone; 0 where nothing without it
     fits. Where a whole program has been searched, and its best plan has none, its best with it is
-    at most as fast: the ratio is at least (``bound``) what it would be with that. ``cut``: a
-    search whose gap is too large for a sentence may have missed one of the two fastest plans."""
-    rows = rows[rows["tokens_per_s_per_gpu"].notna()]
+    at most as fast: the ratio is at least (``bound``) what it would be with that. ``cut``: what a
+    search left may be the fastest plan of its side by more than ``MOST_GAP``."""
+    is_none = rows["tokens_per_s_per_gpu"].isna()
+    unknown = "gap" in rows and bool((rows["gap"][is_none] > 0).any())
+    rows = rows[~is_none]
     has_tp = rows["plan"].str.contains(r"(?<!\S)tp=", na=False)
     is_whole = rows["contender"].isin(_WHOLE)
     programs, speed = rows["contender"].map(program_label), rows["tokens_per_s_per_gpu"]
@@ -160,8 +162,9 @@ def ratios_of(rows: pd.DataFrame) -> dict[str, Any]:
         if name == "without":
             out["bound"] = not (has_tp & (speed == best)).any()
             two = rows.index.isin([speed[of].idxmax() for of in (having, lacking) if of.any()])
-            may_be = speed / (1.0 - gaps).clip(lower=0.0)
-            out["cut"] = bool(((gaps > MOST_GAP) & (may_be > min(best, fastest))).any())
+            may_be = speed / (1.0 - gaps).clip(lower=0.0) * (1.0 - MOST_GAP)
+            wins = (lacking & (may_be > fastest)) | (having & (may_be > best))
+            out["cut"] = unknown or bool(wins.any())
             out["one_program"] = programs[two].nunique() == 1
     others = ("Megatron-Core", "FSDP2")
     of_zeropp = speed[programs == "ZeroPP"].max()

@@ -195,7 +195,8 @@ def write_pictures(task: Task, out: Path, outcomes: list[Best]) -> None:
             known["predicted"] = prediction(winner.result)
             title = f"{outcome.label}: {known['words']}"
             timelines.append(replace(winner.result.timeline(), title=title))
-        records.append(plan_record(task, outcome.name, BASES["own"], **known))
+        found = {"gap": outcome.gap}
+        records.append(plan_record(task, outcome.name, BASES["own"], found=found, **known))
     timeline_figure(timelines).savefig(out / "timelines.svg")
     left_out = write_page(latest_ok(pd.DataFrame(map(row_of, records))), out / "atlas.html")
     print(f"\n{left_out or f'{out}/atlas.html: this case as a page'}; timelines.svg: the plans")

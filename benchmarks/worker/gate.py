@@ -21,8 +21,9 @@ A run in 16 or 8 bits has parts
     sums or losses in too narrow a type, copies in bf16 that are not those of the masters. What 8
     bits round hides more. So a run in 8 bits is compared in these two and then as it is. Two right
     runs in 8 bits are as far from each other as from one in bf16, but all are equally far from it:
-    what is not converted makes this distance smaller. A configuration that cannot run in fp32 is
-    compared without, and the record says so.
+    where nothing is converted, or not the first block, this distance is smaller. A single later
+    block that is not converted is not found. A configuration that cannot run in fp32 is compared
+    without, and the record says so.
     In bf16 and in 8 bits the first step is also taken with each rank's microbatches in another
     order (``order_checks``). Each microbatch is rounded as before, so that only the rounding of
     their sum can differ: by 1e-6 if it is summed in fp32, by 1e-3 if in bf16. In which type
@@ -107,7 +108,8 @@ MAX_PARAMETERS = 100_000_000
 MAX_STEPS = 50  # of a run whose losses are compared with one process's
 _SEQ = 64  # of a reduced model
 # Of what 8 bits change in the first step's update. Right programs changed at most 4 % less than one
-# process, with sequences on two ranks 10 %; with one block of four in bf16 it was 28 %.
+# process, with sequences on two ranks 10 %; with the first block of four in bf16 it was 28 %, with
+# the last 6 %.
 _CHANGE = 0.125
 _SAME = 2  # how often the distance of two runs of the same step may lie between two orders
 _NARROW = 2.0**-10  # of the update: what sums in bf16 do
@@ -467,14 +469,15 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Sequence[Distances]) 
         )
     if spec.precision == "fp8":
         first, alone = (steps[0]["all parameters"][0] for steps in (seen, rounds))
-        change = GateCheck(
+        check = GateCheck(
             kind=f"what 8 bits change {words}",
             worst="",
             step=1,
-            error=min(abs(first / alone - 1), _MOST),
-            limit=_CHANGE * spec.plan().layout.context,  # scales are of each rank's own tokens
+            error=change if (change := abs(first / alone - 1)) < _MOST else _MOST,
+            # Ranks that divide sequences have scales of their own tokens.
+            limit=_CHANGE * (1 if spec.plan().layout.context == 1 else 2),
         )
-        kinds[change.kind] = [change]
+        kinds[check.kind] = [check]
     return [max(checks, key=lambda check: check.error / check.limit) for checks in kinds.values()]
 
 

@@ -47,6 +47,6 @@ TOLERANCES = {
     # It resolves 2^-23. Contenders were at most 1e-5 apart after 12 steps.
     "fp32": Tolerance(step=2.0**-11.5, first=8, later=8, order=2.0**-12, run=0.01),
     "bf16": _BF16,
-    # One process multiplies in 8 bits, too: what differs is what bf16 rounds before the casts.
+    # For check, one process multiplies in 8 bits, too: what differs is what bf16 rounds before.
     "fp8": _BF16,
 }
