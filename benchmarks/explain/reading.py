@@ -89,8 +89,8 @@ class Keys:
         if (value := self.given(key)) is None:
             return default
         try:
-            whole = isinstance(value, float) and value.is_integer()
-            number = kind(value if whole else str(value))
+            whole = kind is int and float(str(value)).is_integer()  # also of 5e8
+            number = int(float(value)) if whole else kind(str(value))
         except ValueError:
             raise SpecError(
                 f"{key}={value!r}: must be a {'whole ' * (kind is int)}number"

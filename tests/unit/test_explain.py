@@ -445,6 +445,15 @@ num_processes: 16
 DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
   parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2, made_up: null}
 """
+INLINE = """distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3, made_up: 1}
+num_processes: 16
+num_machines: 2
+dynamo_backend: INDUCTOR
+mixed_precision: bf16
+downcast_bf16: 'yes'
+parallelism_config: {parallelism_config_sp_size: 4, parallelism_config_tp_size: 1}
+"""
 
 
 def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
@@ -472,6 +481,13 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
         ("a.yaml", ACCELERATE, "fsdp", {"reshard_after_forward": True}, 128),
         ("a.yaml", ACCELERATE.replace("made_up", "fsdp_reshard_after_forward: false, made_up"),
          "fsdp", {"reshard_after_forward": False, "reshard_after_backward": True}, 128),
+        ("a.yaml", ACCELERATE.replace("made_up", "fsdp_activation_checkpointing: 'false', made_up"),
+         "fsdp", {"recompute": "none"}, 128),
+        ("a.yaml", ACCELERATE.replace("made_up", "fsdp_reshard_after_forward: 'no', made_up"),
+         "fsdp", {"reshard_after_forward": False}, 128),
+        ("d.json", DEEPSPEED.replace(': 2}', ': 2, "reduce_bucket_size": "4e8"}'), "deepspeed",
+         {"reduce_bucket_size": 400_000_000}, 64),
+        ("a.yaml", INLINE, "deepspeed_zero3", {"shard": 4, "context": 4, "compile": True}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID_SHARD", "2"), "fsdp",
          {"reshard_after_forward": False, "shard": 16}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"context": 2}, 128),
@@ -580,6 +596,13 @@ def test_numbers_that_deepspeed_cannot_have_are_refused(
     with pytest.raises(SpecError, match=said) as refused:
         beside_llama(tmp_path, "d.json", DEEPSPEED.replace(old, new), "num_gpus=16")
     assert "\n" not in str(refused.value)
+
+
+def test_what_stands_beside_accelerates_section_of_deepspeed_is_named(tmp_path: Path) -> None:
+    reading = beside_llama(tmp_path, "a.yaml", INLINE, "global_batch=128").reading
+    assert [line.split(":")[0] for line in reading.named] == ["made_up=1", "downcast_bf16"]
+    with pytest.raises(SpecError, match="mixed_precision=fp8: no price beside DeepSpeed"):
+        beside_llama(tmp_path, "a.yaml", INLINE.replace("bf16\n", "fp8\n"), "global_batch=128")
 
 
 @pytest.mark.parametrize(
