@@ -406,6 +406,8 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
          '. "$ROOT/../of/next.sh"\npython a.py --num-layers $SIZE', {}),
         ('cd "${BASH_SOURCE%/*}/.."\nsource of/next.sh\npython a.py --num-layers $SIZE', {}),
         ('for f in "$(dirname "$0")"/s*.sh; do . $f; done\npython a.py --num-layers $SIZE', {}),
+        ("python a.py --num-layers $(cat ./size.txt 2>/dev/null)", {}),
+        ("N=`cat here/size.txt - | tr 3 2`\npython a.py --num-layers $N", {}),
         ('if [ "$(basename "$0" .sh)" = script ]; then N=2; fi\npython a.py --num-layers $N', {}),
     ],
 )  # fmt: skip
@@ -413,6 +415,7 @@ def test_bash_expands_what_a_run_would_get(
     script: str, wanted: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "sizes.sh").write_text("SIZE=2", encoding="utf-8")
+    (tmp_path / "size.txt").write_text("2", encoding="utf-8")
     (tmp_path.parent / "of").mkdir(exist_ok=True)
     beside = 'HERE=$(dirname "${BASH_SOURCE[0]}")\n[ -f "$HERE/next.sh" ] && '
     beside += f'. "$HERE/../{tmp_path.name}/sizes.sh"'
@@ -426,9 +429,13 @@ def test_flags_that_no_training_gets_are_refused() -> None:
         arguments_of_script(script, Path())
 
 
-def test_what_bash_could_not_follow_is_named() -> None:
-    script = "source gone.sh\nif true; then exit 1; fi\n" + SCRIPT
-    named = " ".join(megatron.read(script, None).named)
+def test_what_bash_could_not_follow_is_named(tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("--bf16", encoding="utf-8")
+    script = "cat of.log\nsource gone.sh\nif true; then exit 1; fi\n"
+    script += "A=$(cat gone.txt)\nB=$(head -1 more.txt)\nC=$(hosts | tail -1)\n"
+    named = " ".join(arguments_of_script(script + SCRIPT, tmp_path)[2])
+    assert ("cat gone.txt: not found" in named, "of.log" in named) == (True, False)
+    assert ("head: not run here" in named, "tail" in named) == (True, False)
     assert "source gone.sh: not found" in named
     assert "exit 1: a check" in named
 
