@@ -360,6 +360,8 @@ def _batch_of(
             batch, reading.batch_per_replica = whole, whole // replicate
         elif size is None and batch:
             size = batch // whole
+        elif size is None:
+            reading.accumulates = given.get(_DEEPSPEED_STEP[1], 0)
     return batch, size
 
 

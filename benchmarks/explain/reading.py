@@ -31,6 +31,7 @@ class Reading:
     traits: dict[str, Any] = field(default_factory=dict)
     free: str = ""  # the data-parallel knob that takes the ranks that the other degrees leave
     batch_per_replica: int | None = None  # where the global batch follows from it
+    accumulates: int = 0  # microbatches of a step, where their size follows from the global batch
     unknown: str = ""  # a model whose sizes the words must give, and those that are known
     pads: int | None = None  # the vocabulary, to a multiple of this x TP; None: by the contender
     code: str = ""  # that of the model, a row of conf/eager_kernels.csv

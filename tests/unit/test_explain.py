@@ -608,6 +608,10 @@ def test_numbers_that_deepspeed_cannot_have_are_refused(
 def test_what_stands_beside_accelerates_section_of_deepspeed_is_named(tmp_path: Path) -> None:
     reading = beside_llama(tmp_path, "a.yaml", INLINE, "global_batch=128").reading
     assert [line.split(":")[0] for line in reading.named] == ["made_up=1", "downcast_bf16"]
+    accumulates = INLINE.replace("made_up", "gradient_accumulation_steps: 4, made_up")
+    assert beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=32").microbatch_size == 2
+    with pytest.raises(SpecError, match="=4 x 4 data-parallel ranks x N"):
+        beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=24")
     with pytest.raises(SpecError, match="mixed_precision=fp8: no price beside DeepSpeed"):
         beside_llama(tmp_path, "a.yaml", INLINE.replace("bf16\n", "fp8\n"), "global_batch=128")
 
