@@ -31,6 +31,8 @@ _LOGGED = re.compile(r"^\s*(?:\[.*?\]:?\s*|\d+:\s*)?(\w+) \.{2,} (.*?)\s*$", re.
 _PRELUDE = Path(__file__).with_name("expand.bash")
 _LIMIT_S = 10
 _FILTERS = ("cut", "tr")  # they print, and do nothing else; tail may wait for ever
+_ASKED = {"nvidia-smi", "rocm-smi", "amd-smi"}
+_READERS = {"head", "tail", "sed", "awk", "grep", "xargs"}  # of files, beside the script
 # A restricted bash keeps ENV for itself, which scripts use as a name of their own. What it reads is
 # a copy; the script's own place is in BASH_SOURCE_ (expand.bash).
 _KEPT = re.compile(r"(?<![\w./-])ENV(?==)|(?:(?<=\$)|(?<=\$\{))(?:ENV|BASH_SOURCE)\b")
@@ -127,12 +129,18 @@ def arguments_of_script(
             "the config.json with the file of DeepSpeed or Accelerate"
         )
     named = [
-        f"source {words[1]}: not found beside the script, so not followed"
+        f"{words[0]} {words[1]}: not found beside the script, so not followed"
         for words in commands
-        if words[0] == "source"
+        if words[0] in ("source", "cat")
     ]
-    if asked := {words[0] for words in commands} & {"nvidia-smi", "rocm-smi", "amd-smi"}:
-        named.append(f"{asked.pop()}: not run here, and what hangs on its answer may differ")
+    asked = {
+        words[0]
+        for words in commands
+        if words[0] in _ASKED or (words[0] in _READERS and (folder / words[-1]).is_file())
+    }
+    named += [
+        f"{name}: not run here, and what hangs on its answer may differ" for name in sorted(asked)
+    ]
     if ["exit", "1"] in commands:
         named.append("exit 1: a check of the script fails here, and was passed over")
     launch, arguments = of_models[-1]

@@ -23,20 +23,25 @@ command_not_found_handle() {
     printf '%s\0' "${words[@]}" $'\1' >&9
 }
 
-source() {  # what lies beside the script, or in a folder from there, wherever its path begins
-    local _file=$1 _text
+# Sets _file: what lies beside the script, or in a folder from there, wherever its path begins.
+_beside() {
+    _file=$1
     [[ $_file == /* ]] || _file=$PWD/$_file
     _file=${_file#/}
     while [[ ! -f $_file && $_file == */* ]]; do
         _file=${_file#*/}
     done
-    if [[ -f $_file ]]; then
+    [[ -f $_file ]] || printf '%s\0' "${FUNCNAME[1]}" "$1" $'\1' >&9
+    [[ -f $_file ]]
+}
+
+source() {
+    local _file _text
+    if _beside "$1"; then
         local BASH_SOURCE_=$_folder/$_file
         _text=$(<"$_file")
         shift
         eval "${_text//BASH_SOURCE/BASH_SOURCE_}"
-    else
-        printf '%s\0' source "$1" $'\1' >&9
     fi
 }
 
@@ -48,8 +53,16 @@ exit() {  # a check of another machine fails here, and what follows is still the
 }
 
 exec() { (($#)) && command_not_found_handle "$@"; }
-cat() {  # a document within the script, and no file
-    (($#)) && command_not_found_handle cat "$@" || printf '%s\n' "$(</dev/stdin)"
+cat() {  # a document within the script, and files as `$(<FILE)` does
+    local _file _name
+    ((BASH_SUBSHELL)) || return 0  # at the top, what it prints is no argument
+    for _name in "${@:--}"; do
+        if [[ $_name == - ]]; then
+            printf '%s\n' "$(</dev/stdin)"
+        elif [[ $_name != -* ]] && _beside "$_name"; then
+            printf '%s\n' "$(<"$_file")"
+        fi
+    done
 }
 cd() {  # in name only
     local place=${*: -1}
@@ -75,7 +88,7 @@ dirname() {
 _expanded() {
     BASH_ARGV0=$_folder/script.sh
     local file='[ ][0-9]*(&?>>?|>\|)[ ]?[^ &][^ ]*((([ ][0-9]*[<>]&[0-9-]+))*)$'
-    local value="(\"[^\"]*\"|'[^']*'|[^ \"'(]*)"
+    local value="(\"[^\"]*\"|'[^']*'|[^ \"'(\`]*)"
     local path="^(([A-Za-z_0-9]+=$value )*)(\"[^\"]*/[^\"]*\"|[^] \"'=([]*/[^ =(]*)( .*)?$"
     local fixed='^(export |declare -x )?(PATH|SHELL|ENV|BASH_ENV|HISTFILE)=|^set [-+][^-]'
     local command=$1
@@ -86,6 +99,7 @@ _expanded() {
     while [[ $command =~ $file ]]; do
         local quotes=${BASH_REMATCH[0]//[^\"]/}
         ((${#quotes} % 2)) && break  # it stands in a text
+        [[ ${BASH_REMATCH[0]} == *')' && ${BASH_REMATCH[0]} != *'('* ]] && break  # or in $( )
         command=${command%"${BASH_REMATCH[0]}"}${BASH_REMATCH[2]}
     done
     if [[ $command =~ $path ]]; then

@@ -230,11 +230,16 @@ _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
     ),
     "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
     "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "priced as gathered ahead"),
-    "downcast_bf16": (("no", False), "parameters in another type"),  # YAML reads no as false
+    **dict.fromkeys(
+        [f"{_DEGREES}{name}_size" for name in ("dp_replicate", "tp", "cp", "sp")],
+        (1, "priced without"),
+    ),
+    "downcast_bf16": (False, "parameters in another type"),
 }
 _ACCELERATE_HARMLESS = (
     f"{_DEGREES}dp_shard_size",  # the ranks that the others leave
     f"{_DEGREES}cp_comm_strategy",  # of a ring
+    "dynamo_config.",
     *("compute_environment", "debug", "machine_rank", "main_", "rdzv_", "same_network", "tpu_"),
     *("use_cpu", "enable_cpu_affinity", "fsdp_config.fsdp_state_dict", "fsdp_config.fsdp_sync"),
     *("fsdp_config.fsdp_cpu_ram", "fsdp_config.fsdp_use_orig", "gpu_ids", "fsdp_config.fsdp_tr"),
@@ -281,7 +286,9 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         }
         if not (reading.knobs["prefetch_bucket_size"] and reading.knobs["live_parameters"]):
             reading.knobs |= {"prefetch_bucket_size": 1, "live_parameters": 1}
-            reading.derived.append("nothing is gathered ahead: every tensor is when it is used")
+            reading.derived.append(
+                "nothing is gathered ahead: a tensor is gathered when it is used"
+            )
         reading.knobs["allgather_sequential"] = bool(keys.take(_SEQUENTIAL, False))
         if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
             reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
@@ -325,6 +332,11 @@ def _flat_deepspeed(tree: Mapping[str, Any]) -> dict[str, Any]:
         inside = [name.split(".")[-1] for name in known if name.startswith(f"{key}.")]
         if inside and value is not None:
             raise SpecError(f'{key}={value}: must be an object, as in {{"{inside[0]}": ...}}')
+    return _switched(said)
+
+
+def _switched(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, where the texts of switches are true and false."""
     return {key: _SWITCHES.get(str(value).lower(), value) for key, value in said.items()}
 
 
@@ -348,15 +360,24 @@ def _batch_of(
             batch, reading.batch_per_replica = whole, whole // replicate
         elif size is None and batch:
             size = batch // whole
+        elif size is None:
+            reading.accumulates = given.get(_DEEPSPEED_STEP[1], 0)
     return batch, size
 
 
 def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) -> Reading:
     """What Accelerate's YAML for FSDP or DeepSpeed says of a ``model`` that was read before; raises
     SpecError, in one line, for what has no price."""
-    keys = Keys(flat(tree))
-    if (kind := keys.take("distributed_type")) == "DEEPSPEED":
-        return deepspeed(_deepspeed_json(tree), model, num_gpus or keys.number("num_processes"))
+    keys = Keys(_switched(flat(tree)))
+    machines = keys.number("num_machines", 1) or 1
+    gpus = keys.number("num_processes", num_gpus)
+    backends = [keys.take(f"{section}dynamo_backend") for section in ("dynamo_config.", "")]
+    keys.take("distributed_type")
+    if (kind := tree.get("distributed_type")) == "DEEPSPEED":
+        deepspeed(_deepspeed_json(tree, keys), model, num_gpus or gpus)
+        model.knobs["compile"] |= any(backends)
+        keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, f"{_DEGREES}sp_"))
+        return model
     if kind != "FSDP":
         raise SpecError(
             f"distributed_type={kind}: only FSDP and DEEPSPEED are read (give Megatron-LM's "
@@ -374,8 +395,6 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         )
     if keys.take("fsdp_config.fsdp_version", 1) == 1:
         model.named.append("fsdp_version=1: priced as FSDP2")
-    machines = keys.number("num_machines", 1) or 1
-    gpus = keys.number("num_processes", num_gpus)
     if not (gpus := num_gpus or gpus):
         raise SpecError("num_processes: the file does not say it (give num_gpus=N)")
     own, tp, cp = (keys.count(f"{_DEGREES}{name}_size", 1) for name in ("dp_replicate", "tp", "cp"))
@@ -394,9 +413,7 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
         "reshard_after_backward": True,
     }
     model.slice_sequences(f"{_DEGREES}cp_size", cp)
-    model.knobs["compile"] = keys.take("dynamo_config.dynamo_backend", "NO") not in (
-        *("NO", "no", False),
-    )
+    model.knobs["compile"] = any(backends)
     # Where it is not compiled.
     model.traits |= {"eager": model.code, "traffic_factor": _EAGER_TRAFFIC}
     _recompute(model, stated=bool(keys.take("fsdp_config.fsdp_activation_checkpointing")))
@@ -407,18 +424,24 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     model.knobs["reduce_dtype"] = half  # Accelerate's policy sends in the type of compute
     if precision == "fp8":
         model.multiply_in_8_bits("mixed_precision=fp8", "tensorwise")
-    keys.sort_rest(model, _ACCELERATE_NEUTRAL, (*_ACCELERATE_HARMLESS, "dynamo_config."))
+    keys.sort_rest(model, _ACCELERATE_NEUTRAL, _ACCELERATE_HARMLESS)
     return model
 
 
-def _deepspeed_json(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON that Accelerate makes of its section for DeepSpeed (``DeepSpeedPlugin``)."""
+def _deepspeed_json(tree: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """The JSON that Accelerate makes of its section for DeepSpeed (``DeepSpeedPlugin``), which it
+    takes out of the ``keys``; raises SpecError for a file, and a type without a price."""
     said = tree.get("deepspeed_config") or {}
     if file := said.get("deepspeed_config_file") if isinstance(said, dict) else said:
         raise SpecError(f"deepspeed_config: give {file} in place of this file")
+    for key in flat({"deepspeed_config": said}):
+        keys.take(key)
+    if (precision := str(keys.take("mixed_precision") or "no")) not in ("no", "bf16", "fp16"):
+        raise SpecError(f"mixed_precision={precision}: no price beside DeepSpeed (use bf16)")
     return {
+        "sequence_parallel_size": keys.count(f"{_DEGREES}sp_size", 1),
         **said,
-        **{name: {"enabled": tree.get("mixed_precision") == name} for name in ("bf16", "fp16")},
+        **{name: {"enabled": precision == name} for name in ("bf16", "fp16")},
         "zero_optimization": {"stage": said.get("zero_stage", 2)}
         | {
             f"offload_{part}": {"device": said.get(f"offload_{part}_device", "none")}

@@ -227,6 +227,9 @@ def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
         own_knobs = PRICED[name].knobs.__dataclass_fields__
         chosen = {k: off for k, off in WITHOUT_OFFLOAD.items() if k in own_knobs} | chosen
     knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
+    ranks = [getattr(knobs, degree, 1) for degree in ("shard", "replicate")]
+    if own and reading.accumulates and "microbatch_size" not in settings and "auto" not in ranks:
+        settings["microbatch_size"] = _microbatch_size(spec.global_batch, reading, *ranks)
     contender = _switched(PRICED[name], reading) if own else PRICED[name]
     size = settings.get("microbatch_size", "auto")
     margin = spec.memory_margin
@@ -258,6 +261,18 @@ def _follow(
     if reading.batch_per_replica and "global_batch" not in given:
         replicas = chosen[free] * chosen.get("replicate" if free == "shard" else "shard", 1)
         settings["global_batch"] = reading.batch_per_replica * replicas
+
+
+def _microbatch_size(batch: int, reading: Reading, shard: int, replicate: int) -> int:
+    """Sequences of each of the microbatches that the file gives a step; raises SpecError where
+    they do not divide the batch."""
+    size, left = divmod(batch, reading.accumulates * shard * replicate)
+    if left:
+        raise SpecError(
+            f"global_batch={batch}: is not gradient_accumulation_steps={reading.accumulates} x "
+            f"{shard * replicate} data-parallel ranks x N (give another, or microbatch_size=N)"
+        )
+    return size
 
 
 def _pad(model: dict[str, Any], pads: int, tp: Any, reading: Reading) -> None:

@@ -31,6 +31,7 @@ class Reading:
     traits: dict[str, Any] = field(default_factory=dict)
     free: str = ""  # the data-parallel knob that takes the ranks that the other degrees leave
     batch_per_replica: int | None = None  # where the global batch follows from it
+    accumulates: int = 0  # microbatches of a step, where their size follows from the global batch
     unknown: str = ""  # a model whose sizes the words must give, and those that are known
     pads: int | None = None  # the vocabulary, to a multiple of this x TP; None: by the contender
     code: str = ""  # that of the model, a row of conf/eager_kernels.csv
@@ -89,8 +90,8 @@ class Keys:
         if (value := self.given(key)) is None:
             return default
         try:
-            whole = isinstance(value, float) and value.is_integer()
-            number = kind(value if whole else str(value))
+            whole = kind is int and float(str(value)).is_integer()  # also of 5e8
+            number = int(float(value)) if whole else kind(str(value))
         except ValueError:
             raise SpecError(
                 f"{key}={value!r}: must be a {'whole ' * (kind is int)}number"

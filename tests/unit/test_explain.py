@@ -406,6 +406,8 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
          '. "$ROOT/../of/next.sh"\npython a.py --num-layers $SIZE', {}),
         ('cd "${BASH_SOURCE%/*}/.."\nsource of/next.sh\npython a.py --num-layers $SIZE', {}),
         ('for f in "$(dirname "$0")"/s*.sh; do . $f; done\npython a.py --num-layers $SIZE', {}),
+        ("python a.py --num-layers $(cat ./size.txt 2>/dev/null)", {}),
+        ("N=`cat here/size.txt - | tr 3 2`\npython a.py --num-layers $N", {}),
         ('if [ "$(basename "$0" .sh)" = script ]; then N=2; fi\npython a.py --num-layers $N', {}),
     ],
 )  # fmt: skip
@@ -413,6 +415,7 @@ def test_bash_expands_what_a_run_would_get(
     script: str, wanted: dict[str, object], tmp_path: Path
 ) -> None:
     (tmp_path / "sizes.sh").write_text("SIZE=2", encoding="utf-8")
+    (tmp_path / "size.txt").write_text("2", encoding="utf-8")
     (tmp_path.parent / "of").mkdir(exist_ok=True)
     beside = 'HERE=$(dirname "${BASH_SOURCE[0]}")\n[ -f "$HERE/next.sh" ] && '
     beside += f'. "$HERE/../{tmp_path.name}/sizes.sh"'
@@ -426,9 +429,13 @@ def test_flags_that_no_training_gets_are_refused() -> None:
         arguments_of_script(script, Path())
 
 
-def test_what_bash_could_not_follow_is_named() -> None:
-    script = "source gone.sh\nif true; then exit 1; fi\n" + SCRIPT
-    named = " ".join(megatron.read(script, None).named)
+def test_what_bash_could_not_follow_is_named(tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("--bf16", encoding="utf-8")
+    script = "cat of.log\nsource gone.sh\nif true; then exit 1; fi\n"
+    script += "A=$(cat gone.txt)\nB=$(head -1 more.txt)\nC=$(hosts | tail -1)\n"
+    named = " ".join(arguments_of_script(script + SCRIPT, tmp_path)[2])
+    assert ("cat gone.txt: not found" in named, "of.log" in named) == (True, False)
+    assert ("head: not run here" in named, "tail" in named) == (True, False)
     assert "source gone.sh: not found" in named
     assert "exit 1: a check" in named
 
@@ -444,6 +451,15 @@ num_processes: 16
 """
 DEGREES = """parallelism_config: {parallelism_config_dp_replicate_size: 4,
   parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2, made_up: null}
+"""
+INLINE = """distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3, made_up: 1}
+num_processes: 16
+num_machines: 2
+dynamo_backend: INDUCTOR
+mixed_precision: bf16
+downcast_bf16: 'yes'
+parallelism_config: {parallelism_config_sp_size: 4, parallelism_config_tp_size: 1}
 """
 
 
@@ -472,6 +488,13 @@ def beside_llama(place: Path, name: str, text: str, *words: str) -> Question:
         ("a.yaml", ACCELERATE, "fsdp", {"reshard_after_forward": True}, 128),
         ("a.yaml", ACCELERATE.replace("made_up", "fsdp_reshard_after_forward: false, made_up"),
          "fsdp", {"reshard_after_forward": False, "reshard_after_backward": True}, 128),
+        ("a.yaml", ACCELERATE.replace("made_up", "fsdp_activation_checkpointing: 'false', made_up"),
+         "fsdp", {"recompute": "none"}, 128),
+        ("a.yaml", ACCELERATE.replace("made_up", "fsdp_reshard_after_forward: 'no', made_up"),
+         "fsdp", {"reshard_after_forward": False}, 128),
+        ("d.json", DEEPSPEED.replace(': 2}', ': 2, "reduce_bucket_size": "4e8"}'), "deepspeed",
+         {"reduce_bucket_size": 400_000_000}, 64),
+        ("a.yaml", INLINE, "deepspeed_zero3", {"shard": 4, "context": 4, "compile": True}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID_SHARD", "2"), "fsdp",
          {"reshard_after_forward": False, "shard": 16}, 128),
         ("a.yaml", ACCELERATE.replace("HYBRID", "FULL") + DEGREES, "fsdp", {"context": 2}, 128),
@@ -580,6 +603,17 @@ def test_numbers_that_deepspeed_cannot_have_are_refused(
     with pytest.raises(SpecError, match=said) as refused:
         beside_llama(tmp_path, "d.json", DEEPSPEED.replace(old, new), "num_gpus=16")
     assert "\n" not in str(refused.value)
+
+
+def test_what_stands_beside_accelerates_section_of_deepspeed_is_named(tmp_path: Path) -> None:
+    reading = beside_llama(tmp_path, "a.yaml", INLINE, "global_batch=128").reading
+    assert [line.split(":")[0] for line in reading.named] == ["made_up=1", "downcast_bf16"]
+    accumulates = INLINE.replace("made_up", "gradient_accumulation_steps: 4, made_up")
+    assert beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=32").microbatch_size == 2
+    with pytest.raises(SpecError, match="=4 x 4 data-parallel ranks x N"):
+        beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=24")
+    with pytest.raises(SpecError, match="mixed_precision=fp8: no price beside DeepSpeed"):
+        beside_llama(tmp_path, "a.yaml", INLINE.replace("bf16\n", "fp8\n"), "global_batch=128")
 
 
 @pytest.mark.parametrize(
