@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -128,21 +128,7 @@ def arguments_of_script(
             "model.num_layers=40, are not read); of torchtitan its TOML; of Hugging Face's Trainer "
             "the config.json with the file of DeepSpeed or Accelerate"
         )
-    named = [
-        f"{words[0]} {words[1]}: not found beside the script, so not followed"
-        for words in commands
-        if words[0] in ("source", "cat")
-    ]
-    asked = {
-        words[0]
-        for words in commands
-        if words[0] in _ASKED or (words[0] in _READERS and (folder / words[-1]).is_file())
-    }
-    named += [
-        f"{name}: not run here, and what hangs on its answer may differ" for name in sorted(asked)
-    ]
-    if ["exit", "1"] in commands:
-        named.append("exit 1: a check of the script fails here, and was passed over")
+    named = [*dict.fromkeys(_not_followed(commands, folder))]
     launch, arguments = of_models[-1]
     if any(words != launch for words, _ in of_models):
         named.append(f"the script starts {len(of_models)} trainings: this is the last of them")
@@ -157,6 +143,20 @@ def arguments_of_script(
     if num_gpus is None:
         _check_counts(launchers, text)
     return arguments, _world(allocated | _sizes(launchers)), named
+
+
+def _not_followed(commands: Iterable[list[str]], folder: Path) -> Iterator[str]:
+    """What a script's commands would have given that is not known here."""
+    asked = set[str]()
+    for words in commands:
+        if words[0] in ("source", "cat"):
+            yield f"{words[0]} {words[1]}: not found beside the script, so not followed"
+        elif words[0] in _ASKED or (words[0] in _READERS and (folder / words[-1]).is_file()):
+            asked.add(words[0])
+        elif words == ["exit", "1"]:
+            yield "exit 1: a check of the script fails here, and was passed over"
+    for name in sorted(asked):
+        yield f"{name}: not run here, and what hangs on its answer may differ"
 
 
 def _check_counts(launchers: Iterable[str], text: str) -> None:

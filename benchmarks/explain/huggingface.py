@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.explain.reading import Keys, Reading, flat, share_of_ranks
 from benchmarks.specification import SpecError
@@ -265,17 +265,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     tp, pp = degrees.values()
     context = keys.count("sequence_parallel_size", 1)  # of Ulysses
     replicate = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "context": context})
-    half = [said.get(key, False) for key in _DEEPSPEED_HALF]
-    for key, value in zip(_DEEPSPEED_HALF, half, strict=True):
-        if value not in (True, False, "auto"):
-            raise SpecError(f"{key}={value!r}: must be true or false")
-    own = "bf16" if any(half) else "fp32"
-    if "auto" in half and True not in half:
-        reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
-    reading.derived += ["bf16.enabled: not set, priced in fp32 (give precision=bf16)"] * (
-        not any(half)
-    )
-    reading.derived += [f"fp16.enabled: {_MIXED['fp16']}"] * (said.get("fp16.enabled") is True)
+    own = _type_of(said, reading)
     if stage == 3:
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
             raise SpecError(f"{others[0]}: no price with ZeRO-3 (use 1)")
@@ -286,9 +276,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         }
         if not (reading.knobs["prefetch_bucket_size"] and reading.knobs["live_parameters"]):
             reading.knobs |= {"prefetch_bucket_size": 1, "live_parameters": 1}
-            reading.derived.append(
-                "nothing is gathered ahead: a tensor is gathered when it is used"
-            )
+            reading.derived.append("a tensor is gathered when it is used, and none ahead of it")
         reading.knobs["allgather_sequential"] = bool(keys.take(_SEQUENTIAL, False))
         if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
             reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
@@ -317,11 +305,25 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     is_open = said.get(_DEEPSPEED_STEP[1]) == "auto"
     batch, size = _batch_of(keys, reading, replicate, is_open=is_open)
     settings = {"global_batch": batch, "microbatch_size": size, "num_gpus": num_gpus}
-    reading.settings |= {key: value for key, value in settings.items() if value} | {
-        "precision": own
-    }
+    reading.settings |= {key: value for key, value in settings.items() if value}
+    reading.settings["precision"] = own
     keys.sort_rest(reading, _DEEPSPEED_NEUTRAL, _DEEPSPEED_HARMLESS)
     return reading
+
+
+def _type_of(said: Mapping[str, Any], reading: Reading) -> Literal["bf16", "fp32"]:
+    """The type in which a DeepSpeed JSON's model computes."""
+    half = [said.get(key, False) for key in _DEEPSPEED_HALF]
+    for key, value in zip(_DEEPSPEED_HALF, half, strict=True):
+        if value not in (True, False, "auto"):
+            raise SpecError(f"{key}={value!r}: must be true or false")
+    if not any(half):
+        reading.derived.append("bf16.enabled: not set, priced in fp32 (give precision=bf16)")
+        return "fp32"
+    if True not in half:
+        reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
+    reading.derived += [f"fp16.enabled: {_MIXED['fp16']}"] * (said.get("fp16.enabled") is True)
+    return "bf16"
 
 
 def _flat_deepspeed(tree: Mapping[str, Any]) -> dict[str, Any]:

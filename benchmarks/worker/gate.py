@@ -468,17 +468,18 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Sequence[Distances]) 
             )
         )
     if spec.precision == "fp8":
-        first, alone = (steps[0]["all parameters"][0] for steps in (seen, rounds))
-        check = GateCheck(
-            kind=f"what 8 bits change {words}",
-            worst="",
-            step=1,
-            error=change if (change := abs(first / alone - 1)) < _MOST else _MOST,
-            # Ranks that divide sequences have scales of their own tokens.
-            limit=_CHANGE * (1 if spec.plan().layout.context == 1 else 2),
-        )
+        check = _change(spec, f"what 8 bits change {words}", seen[0], rounds[0])
         kinds[check.kind] = [check]
     return [max(checks, key=lambda check: check.error / check.limit) for checks in kinds.values()]
+
+
+def _change(spec: RunSpec, kind: str, seen: Distances, alone: Distances) -> GateCheck:
+    """The check of how far the first step is from one in bf16, against that of one process."""
+    change = abs(seen["all parameters"][0] / alone["all parameters"][0] - 1)
+    # Ranks that divide sequences have scales of their own tokens.
+    limit = _CHANGE * (1 if spec.plan().layout.context == 1 else 2)
+    error = change if change < _MOST else _MOST
+    return GateCheck(kind=kind, worst="", step=1, error=error, limit=limit)
 
 
 def _with_all(sizes: Mapping[str, float], known: Distances) -> Distances:
