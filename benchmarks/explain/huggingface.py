@@ -45,7 +45,8 @@ KINDS = {
 # What transformers takes where the text of a model with vision leaves it out.
 _GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
 _WIDTHS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256}  # of heads, where the file has none
-_WIDTHS |= dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ministral3", "ernie4_5"), 128)
+_WIDTHS |= dict.fromkeys(("qwen3", "qwen3_vl_text", "glm", "glm4", "seed_oss"), 128)
+_WIDTHS |= dict.fromkeys(("ministral3", "ernie4_5"), 128)
 # Layers, hidden size and heads, in Llama's spelling and in GPT-2's.
 _SIZES = (
     ("num_hidden_layers", "n_layer"),
