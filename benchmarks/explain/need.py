@@ -29,9 +29,8 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     for tensor, best in fastest.items():
         yield f"Fastest {_WITH[tensor]}: {best.label}, {_numbers(best)}."
     left = [best for best in bests if _may_win(best, fastest)]
-    # A program of which nothing is known yet may have the fastest plan of a side.
-    is_open = bool(missing) or any(best.winner is None for best in left)
-    if len(fastest) == 2 and not is_open:
+    cut = [*missing, *(best.label for best in left)]
+    if len(fastest) == 2 and not cut:
         ratio = _step_s(fastest[True]) / _step_s(fastest[False])
         one = len({program_label(best.name) for best in fastest.values()}) == 1
         words = ratio_text(ratio, one_program=one, tensor=True)
@@ -42,7 +41,6 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     if told := ", ".join(_own_ratios(sides)):
         yield f"Of one program, without over with: {told}."
     yield from _published(task)
-    cut = [*missing, *(best.label for best in left)]
     answer = _answer(fastest, cut)
     if bests and not any(best.outcome.contender.space.tensor for best in bests):
         answer = NONE_WITH_TP
@@ -76,14 +74,17 @@ def _numbers(best: Best) -> str:
 
 
 def _own_ratios(sides: dict[bool, list[Best]]) -> Iterator[str]:
-    """Per program, the ratio of its fastest plans of both sides."""
-    steps: defaultdict[str, dict[bool, float]] = defaultdict(dict)
+    """Per program, the ratio of its fastest plans of both sides, and whether a search was cut."""
+    fastest: defaultdict[str, dict[bool, Best]] = defaultdict(dict)
     for tensor, found in sides.items():
         for best in sorted(found, key=_step_s, reverse=True):
-            steps[program_label(best.name)][tensor] = _step_s(best)
-    for label, of in steps.items():
+            fastest[program_label(best.name)][tensor] = best
+    for label, of in fastest.items():
         if len(of) == 2:
-            yield f"{label} {ratio_text(of[True] / of[False], one_program=True, tensor=True)}"
+            ratio = _step_s(of[True]) / _step_s(of[False])
+            is_cut = any(best.gap > MOST_GAP for best in of.values())
+            words = ratio_text(ratio, one_program=True, tensor=True)
+            yield f"{label} {f'{ratio:.2f} (a search was cut)' if is_cut else words}"
 
 
 def _published(task: Task) -> Iterator[str]:
@@ -122,5 +123,5 @@ def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:
     ratio = steps.get(True, float("inf")) / steps.get(False, float("inf"))
     one = len({program_label(best.name) for best in fastest.values()}) == 1
     text = need_text(ratio, one_program=one, is_cut=bool(cut))
-    more = f" Cut: {'; '.join(cut)} (zeropp tune with a larger budget= searches longer)."
+    more = f" Cut: {'; '.join(cut)} (zeropp tune with budget=600 searches for ten minutes)."
     return text + more * bool(cut)

@@ -116,9 +116,10 @@ def show(task: Task, bests: list[Best]) -> None:
         f"{task.global_batch}: best plans, simulated (* the fastest)"
     )
     table = table_of_plans(title, heads, lines)
+    table.caption = "gap: by how much a plan that the search left out may be faster, at most."
     if narrow:
         plans = [f"{b.label}: {describe(b.winner.plan)}" for b in bests if b.winner]
-        table.caption = f"Plans: {'; '.join(plans)}."
+        table.caption += f" Plans: {'; '.join(plans)}."
     table.caption_justify = "left"
     console.print(table)
     limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
@@ -159,7 +160,7 @@ def print_commands(spec: TuneSpec, outcomes: list[Best]) -> None:
     words += chain.from_iterable(flat(values, group) for group, values in other.items())
     for outcome in outcomes:
         winner, contender, name = outcome.winner, outcome.outcome.contender, outcome.name
-        if winner is None or contender.name not in CONTENDERS:  # others are priced only
+        if winner is None or contender.name not in CONTENDERS:  # others are simulated only
             continue
         candidate = winner.candidate
         runs = contender.runs(candidate.knobs)
@@ -173,7 +174,7 @@ def print_commands(spec: TuneSpec, outcomes: list[Best]) -> None:
             path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
             write_atomically(path, f"# @package _global_\n{body}")
             command = f"zeropp run --config-dir {spec.out} experiment={path.stem}"
-        does = "runs its plan" if runs else "prices its plan, which cannot be run here"
+        does = "runs its plan" if runs else "simulates its plan, which this suite does not run"
         command += "" if runs else " launcher=simulate"
         print(f"\n# {outcome.label}: this {does}\n{command}")
 

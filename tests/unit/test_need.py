@@ -73,11 +73,15 @@ def test_a_search_that_was_cut_answers_nothing() -> None:
     (*told, last) = lines([cut, *found()[1:]])
     assert "here? Cannot be told, as a search was cut. So far the fastest plan without" in last
     assert "Cut: FSDP2 (" in last
-    assert any(line.startswith("Speed without over with") for line in told)
+    assert not any(line.startswith("Speed without over with") for line in told)
     slower_s = max(best.outcome.winner.step_s for best in found()[::2] if best.outcome.winner)
     late = replace(found()[1].outcome, bound_s=slower_s)  # it would not be the fastest
-    (*_, last) = lines([found()[0], replace(found()[1], searched=(late,)), found()[2]])
+    (*told, last) = lines([found()[0], replace(found()[1], searched=(late,)), found()[2]])
     assert "as a search was cut" not in last
+    assert any(line.startswith("Speed without over with") for line in told)
+    early = replace(found()[1], searched=(replace(late, bound_s=0.0),))
+    own = next(line for line in lines([early, found()[2]]) if line.startswith("Of one program"))
+    assert own.endswith(" (a search was cut).")
     none = replace(found()[0].outcome, winner=None, is_complete=False, bound_s=0.0)
     unknown = replace(found()[0], outcome=none, searched=(none,))
     for bests, missing in (([unknown, *found()[1:]], []), (found(), ["ZeroPP"])):
