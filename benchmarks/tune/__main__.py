@@ -28,7 +28,7 @@ def main() -> int:
     specs = [best_plans.checked(config) for config in configs]
     for spec in specs:
         outcomes, missing = best_plans.searched(spec)
-        best_plans.show(spec.task, outcomes)
+        best_plans.show(spec.task, outcomes, spec.tolerance)
         best_plans.print_commands(spec, outcomes)
         best_plans.show_answer(spec.task, outcomes, missing)
         if all(outcome.winner is None for outcome in outcomes):

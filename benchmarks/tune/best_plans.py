@@ -98,9 +98,10 @@ def show_answer(task: Task, bests: list[Best], missing: list[str]) -> None:
         _console().print(line, highlight=False)
 
 
-def show(task: Task, bests: list[Best]) -> None:
-    """Print all best plans, what they lose, and how the searches went. A narrow terminal has the
-    plans below the table."""
+def show(task: Task, bests: list[Best], tolerance: float) -> None:
+    """Print all best plans, what they lose, and how the searches went, which may have left out
+    plans that are faster by up to ``tolerance``. A narrow terminal has the plans below the table.
+    """
     console = _console()
     narrow = console.width < 120
     fitting = [best.winner for best in bests if best.winner is not None]
@@ -116,7 +117,10 @@ def show(task: Task, bests: list[Best]) -> None:
         f"{task.global_batch}: best plans, simulated (* the fastest)"
     )
     table = table_of_plans(title, heads, lines)
-    table.caption = "gap: by how much a plan that the search left out may be faster, at most."
+    table.caption = (
+        f"gap: by how much a plan that was left out may be faster, if by more than {tolerance:.0%} "
+        "(tolerance=)."
+    )
     if narrow:
         plans = [f"{b.label}: {describe(b.winner.plan)}" for b in bests if b.winner]
         table.caption += f" Plans: {'; '.join(plans)}."
