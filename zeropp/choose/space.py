@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from itertools import permutations
+from itertools import permutations, product
 from math import prod
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -241,7 +241,7 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
     knobs, size = best.knobs, best.microbatch_size
     values = vars(knobs)
     names = [n for n, value in vars(asked).items() if value == "auto" and n not in _IN_FAMILIES]
-    small = ("unit", "activation_cap", "reduce_every", "offload_blocks")
+    small = ("unit", "activation_cap", "reduce_every", "offload_blocks", "prefetch_bucket_size")
     freed: dict[str, Any] = dict.fromkeys(small, "auto")
     freed = {n: value for n, value in freed.items() if n in names}
     cap = {n: value for n, value in freed.items() if n == "activation_cap"}
@@ -256,9 +256,15 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
             if values[less] % factor == 0:
                 new = {less: values[less] // factor, more: values[more] * factor}
                 yield changed(**freed | ranks | new), size
-    for other in {size * 2, max(1, size // 2)} - {size}:
-        yield changed(**freed), other
     known = get_type_hints(type(knobs))
+    # Other sizes of microbatches leave room for other numbers of recomputed blocks.
+    saving = values.get("recompute", "none")
+    kinds = {saving} - {"none"} or literals(known.get("recompute")) - {"auto", "none"}
+    numbers = [2**power for power in range(7)] if "recompute_blocks" in names else []
+    for other in {size * 2, max(1, size // 2), 1} - {size}:
+        yield changed(**freed), other
+        for kind, number in product(sorted(map(str, kinds)), numbers):
+            yield changed(**freed, recompute=kind, recompute_blocks=number), other
     for name in [name for name in names if name not in degrees]:
         value, named = values[name], literals(known[name]) - {"auto"}
         if not named and isinstance(value, int):
