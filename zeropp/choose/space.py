@@ -258,12 +258,14 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
                 yield changed(**freed | ranks | new), size
     known = get_type_hints(type(knobs))
     # Other sizes of microbatches leave room for other numbers of recomputed blocks.
-    saving = values.get("recompute", "none")
-    kinds = {saving} - {"none"} or literals(known.get("recompute")) - {"auto", "none"}
-    numbers = [2**power for power in range(7)] if "recompute_blocks" in names else []
+    kinds, numbers = {values.get("recompute")}, list[int]()
+    if "recompute" in names and kinds == {"none"}:
+        kinds = literals(known["recompute"])
+    if "recompute_blocks" in names and int in get_args(known["recompute_blocks"]):
+        numbers = [2**power for power in range(7)]
     for other in {size * 2, max(1, size // 2), 1} - {size}:
         yield changed(**freed), other
-        for kind, number in product(sorted(map(str, kinds)), numbers):
+        for kind, number in product(sorted(map(str, kinds - {"auto", "none"})), numbers):
             yield changed(**freed, recompute=kind, recompute_blocks=number), other
     for name in [name for name in names if name not in degrees]:
         value, named = values[name], literals(known[name]) - {"auto"}
