@@ -14,6 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from baselines.deepspeed_3d.contender import DEEPSPEED
+from baselines.torch_pp.contender import TorchtitanKnobs
 from baselines.zeropp.contender import ZEROPP, ZeroppKnobs
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
@@ -21,6 +22,7 @@ from benchmarks.specification.reading import preset
 from benchmarks.tune import __main__ as tune
 from tests.unit.simulated_task import task
 from zeropp.choose.bounds import least_bytes, least_compute_s, least_step_s
+from zeropp.choose.planner import asked_degrees
 from zeropp.choose.search import OOM, _Search, search
 from zeropp.choose.space import compute_knobs, neighbours, points
 from zeropp.choose.steps import Steps
@@ -142,6 +144,18 @@ def test_beside_a_winner_other_shards_may_have_another_zero() -> None:
     assert [new.replicate_zero for new in beside if new.replicate != 1] == ["auto"] * 2
     same = {new.replicate_zero for new in beside if (new.pp, new.shard) == (2, 16)}
     assert same == {0, 1}  # no other numbers than it may have
+
+
+def test_beside_a_winner_larger_microbatches_may_recompute_some_blocks() -> None:
+    def beside(asked: Any) -> set[tuple[str, object]]:
+        one = dict.fromkeys(asked_degrees(asked), 1)
+        found = Candidate(replace(asked, recompute="none", **one), 1)
+        return {(k.recompute, k.recompute_blocks) for k, b in neighbours(asked, found) if b == 2}
+
+    assert {("none", "auto"), ("full", 4), ("selective", 64)} < beside(ZeroppKnobs())
+    assert beside(ZeroppKnobs(recompute="none")) == {("none", "auto")}  # as it was asked for
+    whole = TorchtitanKnobs()  # it has no key for some blocks
+    assert {blocks for _, blocks in beside(whole)} == {"auto"}
 
 
 def test_a_climb_may_ask_for_more_than_it_then_misses() -> None:
