@@ -112,7 +112,7 @@ def pairs_table(which: str) -> str:
         counts.append(str(sum(p.without.global_batch == p.tensor.global_batch for p in own)))
         both = [_sides_of(own, of) for of in (_format, _program)]
         counts += [*both, _range(ratios, ".2f")]
-        lines.append([*counts, _range(simulated, ".2f") if simulated else "no price"])
+        lines.append([*counts, _range(simulated, ".2f") if simulated else "not simulated"])
     heads = ["model", "device", "precision", "GPUs", "pairs", "of one batch", "formats"]
     heads += ["programs", "speed without over with", "simulated"]
     return markdown_table(heads, lines)
