@@ -12,7 +12,7 @@ from zeropp.types.data import IN_WHEEL
 
 # The commands with what they do, and whether a wheel has them.
 COMMANDS = {
-    "run": ("run, submit or price one point, or a sweep of them", False),
+    "run": ("run, submit or simulate one point, or a sweep of them", False),
     "status": ("every point of every sweep, and where it stands", False),
     "cancel": ("the Slurm jobs of points that wait or run", False),
     "report": ("tables and figures of what was run", False),

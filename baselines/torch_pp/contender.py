@@ -120,7 +120,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     if task.precision == "fp8" and degrees.tp > 1 and knobs.name == "torch_pp":
         raise InfeasibleError(
             f"contender.tp={degrees.tp}: torch PP's layers on DTensors have no products in 8 bits "
-            "(use 1, precision=bf16, or contender=torchtitan, which is priced)",
+            "(use 1, precision=bf16, or contender=torchtitan, which is simulated)",
             "no 8 bits on DTensors",
         )
     layout = replace(

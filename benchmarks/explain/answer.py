@@ -117,8 +117,8 @@ def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
     if not own.is_complete:
         found = f"in {search_s:.0f} s of CPU time no plan with these settings was found that fits"
     raise SpecError(
-        f"num_gpus={task.num_gpus}: {found} {gib:.1f} GiB with "
-        f"{task.memory_margin:.0%} of its price to spare (use more GPUs{more} or memory_margin=0, "
+        f"num_gpus={task.num_gpus}: {found} {gib:.1f} GiB with {task.memory_margin:.0%} of its "
+        f"simulated memory to spare (use more GPUs{more} or memory_margin=0, "
         f"or set {', '.join(left)} to see what each rank would need)" + "".join(host)
     )
 

@@ -64,17 +64,17 @@ _REFUSED = {
     ),
 }
 _NEUTRAL: dict[str, tuple[Any, str]] = {
-    "quantization_config": (None, "no price for quantized weights"),
-    "attention_bias": (False, "biases are not priced"),
-    "use_mrope": (False, "positions of several dimensions are not priced"),
-    "mlp_bias": (False, "biases are not priced"),
-    "attention_out_bias": (False, "biases are not priced"),
-    "post_norm": (False, "norms behind attention and MLP are not priced"),
-    "qk_norm": (False, "the norms of queries and keys are not priced"),
-    "residual_dropout": (0.0, "dropout is not priced"),
-    "sliding_window": (None, "attention is priced over the whole sequence"),
-    "attn_logit_softcapping": (None, "the cap of attention's logits is not priced"),
-    "final_logit_softcapping": (None, "the cap of the head's logits is not priced"),
+    "quantization_config": (None, "quantized weights cannot be simulated"),
+    "attention_bias": (False, "biases are not simulated"),
+    "use_mrope": (False, "positions of several dimensions are not simulated"),
+    "mlp_bias": (False, "biases are not simulated"),
+    "attention_out_bias": (False, "biases are not simulated"),
+    "post_norm": (False, "norms behind attention and MLP are not simulated"),
+    "qk_norm": (False, "the norms of queries and keys are not simulated"),
+    "residual_dropout": (0.0, "dropout is not simulated"),
+    "sliding_window": (None, "attention is simulated over the whole sequence"),
+    "attn_logit_softcapping": (None, "the cap of attention's logits is not simulated"),
+    "final_logit_softcapping": (None, "the cap of the head's logits is not simulated"),
 }
 _HARMLESS = (
     *("rope_", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "torch_dtype", "dtype"),
@@ -102,7 +102,7 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
         raise SpecError("DeepSpeed's file has no model: give its config.json, too")
     reading = Reading(dialect="huggingface", contender="megatron_core")
     if isinstance(text := values.get("text_config"), Mapping):
-        reading.named.append(f"model_type={values.get('model_type')}: its text alone is priced")
+        reading.named.append(f"model_type={values.get('model_type')}: its text alone is simulated")
         values = {
             **(_GEMMA3 if text.get("model_type") == "gemma3_text" else {}),
             **{key: values[key] for key in ("tie_word_embeddings",) if key in values},
@@ -111,16 +111,16 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
     kind = str(values.get("model_type", ""))
     for start, what in _REFUSED.items():
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):
-            raise SpecError(f"{key}={values[key]}: no price for {what} (model_type={kind})")
+            raise SpecError(f"{key}={values[key]}: {what} cannot be simulated (model_type={kind})")
     if kind not in KINDS:
         raise SpecError(
-            f"model_type={kind!r}: no price (there is one for {', '.join(sorted(KINDS))}; where "
+            f"model_type={kind!r}: cannot be simulated (known: {', '.join(sorted(KINDS))}; where "
             "its layers are a Llama's, write one of these)"
         )
     keys = Keys(values)
     reading.model = _model(keys, kind)
     if unpriced := KINDS[kind].unpriced:
-        reading.named.append(f"model_type={kind}: the {unpriced} are not priced")
+        reading.named.append(f"model_type={kind}: the {unpriced} are not simulated")
     reading.code = KINDS[kind].code
     reading.settings = {"precision": "bf16"} | ({"num_gpus": num_gpus} if num_gpus else {})
     if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
@@ -175,25 +175,25 @@ _STAGE3 = {  # keys of ZeRO-3's gathers: the contender's names, and DeepSpeed's 
 _DEEPSPEED_NEUTRAL: dict[str, tuple[Any, str]] = {
     "zero_optimization.offload_optimizer.device": (
         "none",
-        "priced without, as the host's memory has no price",
+        "simulated without offloading",
     ),
     "zero_optimization.offload_param.device": (
         "none",
-        "priced without, as the host's memory has no price",
+        "simulated without offloading",
     ),
-    "zero_optimization.overlap_comm": (True, "gradients are priced as sent beside the backward"),
+    "zero_optimization.overlap_comm": (True, "gradients are simulated as sent beside the backward"),
     "zero_optimization.zero_quantized_weights": (False, "weights are sent in bf16"),
     "zero_optimization.zero_quantized_gradients": (False, "gradients are sent in bf16"),
-    "optimizer.type": (("Adam", "AdamW", "adam", "adamw"), "priced with Adam's states"),
+    "optimizer.type": (("Adam", "AdamW", "adam", "adamw"), "simulated with Adam's states"),
     **dict.fromkeys(
         (
             *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
             "fp16.fp16_master_weights_and_grads",
         ),
-        (False, "priced with fp32 masters and states of the optimizer"),
+        (False, "simulated with fp32 masters and states of the optimizer"),
     ),
-    "torch_autocast.dtype": ("", "priced with bf16 parameters and fp32 masters"),
-    "pipeline.partition": ("parameters", "priced with stages of equal cost"),
+    "torch_autocast.dtype": ("", "simulated with bf16 parameters and fp32 masters"),
+    "pipeline.partition": ("parameters", "simulated with stages of equal cost"),
 }
 _DEEPSPEED_HARMLESS = (
     *("optimizer.", "scheduler.", "gradient_clipping", "steps_per_print", "wall_clock_breakdown"),
@@ -219,21 +219,21 @@ _SWITCHES = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(
 )
 _DEGREES = "parallelism_config.parallelism_config_"
 _MIXED = {
-    "no": "priced in fp32; if the script says bf16=True, give precision=bf16",
-    "fp16": "priced as bf16, whose kernels and bytes are the same",
+    "no": "simulated in fp32; if the script says bf16=True, give precision=bf16",
+    "fp16": "simulated as bf16, whose kernels and bytes are the same",
 }
 _ACCELERATE_NEUTRAL: dict[str, tuple[Any, str]] = {
-    "fsdp_config.fsdp_offload_params": (False, "priced without, as the host's memory has no price"),
-    "fsdp_config.fsdp_forward_prefetch": (False, "gathers are priced in FSDP2's order"),
+    "fsdp_config.fsdp_offload_params": (False, "simulated without offloading"),
+    "fsdp_config.fsdp_forward_prefetch": (False, "gathers are simulated in FSDP2's order"),
     "fsdp_config.fsdp_auto_wrap_policy": (
         "TRANSFORMER_BASED_WRAP",
-        "priced with a unit per block",
+        "simulated with a unit per block",
     ),
-    "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "priced as gathered ahead"),
-    "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "priced as gathered ahead"),
+    "fsdp_config.fsdp_backward_prefetch": ("BACKWARD_PRE", "simulated as gathered ahead"),
+    "fsdp_config.fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "simulated as gathered ahead"),
     **dict.fromkeys(
         [f"{_DEGREES}{name}_size" for name in ("dp_replicate", "tp", "cp", "sp")],
-        (1, "priced without"),
+        (1, "simulated without"),
     ),
     "downcast_bf16": (False, "parameters in another type"),
 }
@@ -269,7 +269,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
     own = _type_of(said, reading)
     if stage == 3:
         if others := [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]:
-            raise SpecError(f"{others[0]}: no price with ZeRO-3 (use 1)")
+            raise SpecError(f"{others[0]}: cannot be simulated with ZeRO-3 (use 1)")
         reading.contender, reading.free = "deepspeed_zero3", "shard"
         reading.knobs = {"shard": replicate, "context": context}
         reading.knobs |= {
@@ -282,7 +282,7 @@ def deepspeed(tree: Mapping[str, Any], reading: Reading, num_gpus: int | None) -
         if not 0 < reading.knobs["zero_hpz_partition_size"] < replicate:
             reading.knobs["zero_hpz_partition_size"] = 1  # a copy over all ranks is the first one
     elif context > 1:
-        raise SpecError(f"sequence_parallel_size={context}: no price without ZeRO-3 (use 1)")
+        raise SpecError(f"sequence_parallel_size={context}: simulated with ZeRO-3 alone (use 1)")
     else:
         reading.contender, reading.free = "deepspeed", "replicate"
         reading.knobs = {"tp": tp, "pp": pp, "replicate": replicate, "replicate_zero": stage}
@@ -319,10 +319,10 @@ def _type_of(said: Mapping[str, Any], reading: Reading) -> Literal["bf16", "fp32
         if value not in (True, False, "auto"):
             raise SpecError(f"{key}={value!r}: must be true or false")
     if not any(half):
-        reading.derived.append("bf16.enabled: not set, priced in fp32 (give precision=bf16)")
+        reading.derived.append("bf16.enabled: not set, simulated in fp32 (give precision=bf16)")
         return "fp32"
     if True not in half:
-        reading.derived.append("bf16.enabled=auto: priced in bf16 (give precision=fp32)")
+        reading.derived.append("bf16.enabled=auto: simulated in bf16 (give precision=fp32)")
     reading.derived += [f"fp16.enabled: {_MIXED['fp16']}"] * (said.get("fp16.enabled") is True)
     return "bf16"
 
@@ -393,17 +393,17 @@ def accelerate(tree: Mapping[str, Any], model: Reading, num_gpus: int | None) ->
     again = keys.take("fsdp_config.fsdp_reshard_after_forward", True)
     if strategy not in ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"):
         raise SpecError(
-            f"fsdp_sharding_strategy={strategy}: no price (use FULL_SHARD, HYBRID_SHARD or "
-            "SHARD_GRAD_OP)"
+            f"fsdp_sharding_strategy={strategy}: cannot be simulated (use FULL_SHARD, "
+            "HYBRID_SHARD or SHARD_GRAD_OP)"
         )
     if keys.take("fsdp_config.fsdp_version", 1) == 1:
-        model.named.append("fsdp_version=1: priced as FSDP2")
+        model.named.append("fsdp_version=1: simulated as FSDP2")
     if not (gpus := num_gpus or gpus):
         raise SpecError("num_processes: the file does not say it (give num_gpus=N)")
     own, tp, cp = (keys.count(f"{_DEGREES}{name}_size", 1) for name in ("dp_replicate", "tp", "cp"))
     if tp > 1:
         raise SpecError(
-            f"{_DEGREES}tp_size={tp}: no price beside Accelerate's FSDP (give "
+            f"{_DEGREES}tp_size={tp}: cannot be simulated beside Accelerate's FSDP (give "
             f"contender=torchtitan contender.tp={tp} with the config.json alone)"
         )
     replicate = machines if strategy == "HYBRID_SHARD" else own
@@ -440,7 +440,9 @@ def _deepspeed_json(tree: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     for key in flat({"deepspeed_config": said}):
         keys.take(key)
     if (precision := str(keys.take("mixed_precision") or "no")) not in ("no", "bf16", "fp16"):
-        raise SpecError(f"mixed_precision={precision}: no price beside DeepSpeed (use bf16)")
+        raise SpecError(
+            f"mixed_precision={precision}: cannot be simulated beside DeepSpeed (use bf16)"
+        )
     return {
         "sequence_parallel_size": keys.count(f"{_DEGREES}sp_size", 1),
         **said,
@@ -457,6 +459,6 @@ def _recompute(reading: Reading, *, stated: bool) -> None:
     reading.knobs["recompute"] = "full" if stated else "none"
     if not stated:
         reading.derived.append(
-            "recomputation: the file does not say it, priced without (give "
+            "recomputation: the file does not say it, simulated without (give "
             "contender.recompute=full)"
         )

@@ -95,9 +95,9 @@ def measured_run(
     ratio = measured.step_s / priced.step_s
     if not 1 / _UNLIKE <= ratio <= _UNLIKE:
         raise SpecError(
-            f"--measured {text}: a step of {measured.step_s:.3g} s, {ratio:.3g} of the price, is "
-            "probably not of this run or in this unit (check the unit, or add the words in which "
-            "that run differs)"
+            f"--measured {text}: a step of {measured.step_s:.3g} s, {ratio:.3g} of "
+            "the simulated one, is probably not of this run or in this unit (check the unit, or "
+            "add the words in which that run differs)"
         )
     return MeasuredRun(question, " ".join(own), measured, candidate, priced)
 
@@ -195,24 +195,24 @@ def _distance(row: PublishedRow, question: Question) -> float:
     )
 
 
-_HEADINGS = ("step s", "tokens/s/GPU", "priced s", "times priced")
+_HEADINGS = ("step s", "tokens/s/GPU", "simulated s", "times simulated")
 
 
 def show_measured(runs: Sequence[MeasuredRun], console: Console) -> None:
     """Print what grows, the runs beside their prices, what their simulated steps are lost to, and
     the published runs that are nearest to the first."""
-    table = table_of("Measured beside the price")
+    table = table_of("Measured beside simulated")
     table.add_column("measured", overflow="fold")
     has_peaks = any(run.measured.peak for run in runs)
-    for heading in (*_HEADINGS, *(("GiB", "priced GiB") if has_peaks else ())):
+    for heading in (*_HEADINGS, *(("GiB", "simulated GiB") if has_peaks else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         of, priced_s = run.measured, run.priced.step_s
         if of.grown:
             console.print(
                 f"{of.source}: its steps grow from {of.grown[0]:.3g} to {of.grown[1]:.3g} s. "
-                "What grows while it runs (memory in fragments, a queue of data, heat) has no "
-                "price: look for that first; below, the last half of the steps counts.",
+                "What grows while it runs (memory in fragments, a queue of data, heat) is not "
+                "simulated: look for that first; below, the last half of the steps counts.",
                 style="yellow",
             )
         count = f"{of.lines} line{'s' * (of.lines > 1)}"
@@ -231,7 +231,7 @@ def show_measured(runs: Sequence[MeasuredRun], console: Console) -> None:
         if alone := explanations(run):
             ratio = run.measured.step_s / run.priced.step_s
             console.print(
-                f"{run.measured.source}: {ratio:.2f} times its price, as by one of these:"
+                f"{run.measured.source}: {ratio:.2f} times the simulated step, as by one of these:"
             )
         for line in alone:
             indented(line, console)
@@ -257,7 +257,7 @@ def show_measured(runs: Sequence[MeasuredRun], console: Console) -> None:
         indented(
             f"{row.model} on {row.num_gpus} x {row.device}, sequence {row.seq}, {row.dtype}: "
             f"{published.tokens_per_s_per_gpu:,.0f} tokens/s/GPU; yours is {ratio:.2f} of it, and "
-            f"would be {by_prices:.2f} by the prices of both ({row.source}, {row.table})",
+            f"would be {by_prices:.2f} in simulation ({row.source}, {row.table})",
             console,
         )
     console.print()

@@ -30,49 +30,49 @@ from zeropp.schedule.plan import SizedPlan
 
 _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
-    "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
-    "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
-    "--mtp-num-layers": (None, "the prediction of more tokens is not priced"),
-    "--window-size": (None, "attention is priced over the whole sequence"),
-    "--reset-attention-mask": (None, "attention is priced across documents (model.document=N)"),
-    "--rampup-batch-size": (None, "priced with the last batch"),
+    "--fp4-format": (None, "4-bit products are simulated in bf16"),
+    "--transformer-impl": ("transformer_engine", "simulated with Transformer Engine's layers"),
+    "--mtp-num-layers": (None, "the prediction of more tokens is not simulated"),
+    "--window-size": (None, "attention is simulated over the whole sequence"),
+    "--reset-attention-mask": (None, "attention is simulated across documents (model.document=N)"),
+    "--rampup-batch-size": (None, "simulated with the last batch"),
     "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
-    "--deepspeed": (None, "priced with Megatron-Core's engine and layers, not DeepSpeed's"),
+    "--deepspeed": (None, "simulated with Megatron-Core's engine and layers, not DeepSpeed's"),
     "--deterministic-mode": (None, "slower kernels"),
-    "--optimizer-cpu-offload": (None, "priced without, as the host's memory has no price"),
+    "--optimizer-cpu-offload": (None, "simulated without offloading"),
     "--use-legacy-models": (None, "kernels of an older program"),
     "--fp32-residual-connection": (None, "residuals in fp32"),
-    "--no-rope-fusion": (None, "rotary embedding is priced as one kernel"),
-    "--no-bias-swiglu-fusion": (None, "SwiGLU is priced as one kernel"),
-    "--no-bias-dropout-fusion": (None, "dropout is priced as one kernel"),
-    "--no-bias-gelu-fusion": (None, "GELU is priced as one kernel"),
-    "--optimizer": ("adam", "priced with Adam's states"),
-    "--decoder-first-pipeline-num-layers": (None, "priced with equal stages"),
-    "--decoder-last-pipeline-num-layers": (None, "priced with equal stages"),
-    "--account-for-embedding-in-pipeline-split": (None, "priced with stages of equal cost"),
-    "--account-for-loss-in-pipeline-split": (None, "priced with stages of equal cost"),
+    "--no-rope-fusion": (None, "rotary embedding is simulated as one kernel"),
+    "--no-bias-swiglu-fusion": (None, "SwiGLU is simulated as one kernel"),
+    "--no-bias-dropout-fusion": (None, "dropout is simulated as one kernel"),
+    "--no-bias-gelu-fusion": (None, "GELU is simulated as one kernel"),
+    "--optimizer": ("adam", "simulated with Adam's states"),
+    "--decoder-first-pipeline-num-layers": (None, "simulated with equal stages"),
+    "--decoder-last-pipeline-num-layers": (None, "simulated with equal stages"),
+    "--account-for-embedding-in-pipeline-split": (None, "simulated with stages of equal cost"),
+    "--account-for-loss-in-pipeline-split": (None, "simulated with stages of equal cost"),
     "--defer-embedding-wgrad-compute": (None, "the head's weight gradient is not deferred"),
     "--delay-wgrad-compute": (None, "weight gradients are not delayed"),
     "--use-precision-aware-optimizer": (None, "other bytes per parameter"),
-    "--qk-layernorm": (None, "the norms of queries and keys are not priced"),
-    "--add-qkv-bias": (None, "the biases of QKV products are not priced"),
-    "--cuda-graph-impl": ("none", "launches are priced without CUDA graphs"),
-    "--enable-cuda-graph": (None, "launches are priced without CUDA graphs"),
+    "--qk-layernorm": (None, "the norms of queries and keys are not simulated"),
+    "--add-qkv-bias": (None, "the biases of QKV products are not simulated"),
+    "--cuda-graph-impl": ("none", "launches are simulated without CUDA graphs"),
+    "--enable-cuda-graph": (None, "launches are simulated without CUDA graphs"),
 }
 _HYBRID = (
     *("--is-hybrid-model", "--hybrid-attention-ratio", "--hybrid-override-pattern"),
     "--hybrid-layer-pattern",
 )
 _REFUSED = {
-    "--num-experts": "no price for mixtures of experts",
-    "--img-h": "no price for models with vision",
-    "--multi-latent-attention": "no price for latent attention",
-    "--experimental-attention-variant": "no price for linear and sparse attention",
-    "--peft": "no price for adapters",
-    "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
-    "config.json)",
-    "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
-    **dict.fromkeys(_HYBRID, "no price for state-space layers"),
+    "--num-experts": "mixtures of experts cannot be simulated",
+    "--img-h": "models with vision cannot be simulated",
+    "--multi-latent-attention": "latent attention cannot be simulated",
+    "--experimental-attention-variant": "linear and sparse attention cannot be simulated",
+    "--peft": "adapters cannot be simulated",
+    "--use-megatron-fsdp": "cannot be simulated in Megatron-LM (contender megatron_fsdp can, of a "
+    "model's config.json)",
+    "--use-torch-fsdp2": "FSDP2 under Megatron's pipeline cannot be simulated (contender fsdp can)",
+    **dict.fromkeys(_HYBRID, "state-space layers cannot be simulated"),
 }
 _HARMLESS = (
     *("--save", "--load", "--log", "--lr", "--min-lr", "--eval", "--tensorboard", "--wandb"),
@@ -151,7 +151,7 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
     )
     if fine and not all(module in str(modules) for module in _OFFLOADED):
         reading.named.append(
-            f"--offload-modules={modules}: priced with all of {', '.join(_OFFLOADED)} offloaded"
+            f"--offload-modules={modules}: simulated with all of {', '.join(_OFFLOADED)} offloaded"
         )
     reading.knobs |= {
         "offload_blocks": keys.number("--cpu-offloading-num-layers") or 0,
@@ -161,7 +161,7 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
     half = bool(keys.take("--bf16"))
     if keys.take("--fp16"):
         half = True
-        reading.derived.append("--fp16: priced as bf16, whose kernels and bytes are the same")
+        reading.derived.append("--fp16: simulated as bf16, whose kernels and bytes are the same")
     reading.settings["precision"] = "bf16" if half else "fp32"
     recipe, gathers = keys.take("--fp8-recipe", "delayed"), keys.take("--fp8-param-gather")
     if eight := keys.take("--fp8-format"):
@@ -187,12 +187,14 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     # Of every layer, or of each.
     way = str(keys.given("--cp-comm-type") or ("a2a" if ulysses > 1 else "p2p")).split()[0]
     if cp > 1 and way not in get_args(CpCommType):
-        raise SpecError(f"--cp-comm-type={way}: no price (use {', '.join(get_args(CpCommType))})")
+        raise SpecError(
+            f"--cp-comm-type={way}: cannot be simulated (use {', '.join(get_args(CpCommType))})"
+        )
     reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
     size = keys.count("--micro-batch-size")
     growing = str(keys.take("--step-batch-size-schedule") or "")  # such as 0:384 200B:768
     if growing:
-        reading.named.append(f"--step-batch-size-schedule={growing}: priced with the last batch")
+        reading.named.append(f"--step-batch-size-schedule={growing}: simulated with the last batch")
     batch = keys.number("--global-batch-size", *map(int, re.findall(r":(\d+)$", growing)))
     if batch is None:
         batch, reading.batch_per_replica = size * replicate, size
@@ -204,7 +206,9 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
         # Virtual stages of a layout such as Et|(tt|)*3,tL
         whole = re.sub(r"\((.*?)\)\*(\d+)", lambda m: m[1] * int(m[2]), str(layout))
         chunks = (whole.replace(",", "").strip("|").count("|") + 1) // pp
-        reading.named.append("--pipeline-model-parallel-layout: priced with stages of equal cost")
+        reading.named.append(
+            "--pipeline-model-parallel-layout: simulated with stages of equal cost"
+        )
     reading.model = {"layers": layers}
     reading.free = "replicate"
     reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
@@ -213,7 +217,9 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     reading.knobs["sequence_parallel"] = bool(keys.take("--sequence-parallel")) and tp > 1
     stage = keys.number("--zero-stage", 0) or 0  # of Megatron-DeepSpeed
     if stage > 1:
-        raise SpecError(f"--zero-stage={stage}: no price in Megatron's pipeline (use 0 or 1)")
+        raise SpecError(
+            f"--zero-stage={stage}: cannot be simulated in Megatron's pipeline (use 0 or 1)"
+        )
     zero1 = bool(keys.take("--use-distributed-optimizer")) or stage == 1
     inner = keys.take("--use-tp-pp-dp-mapping")
     reading.knobs |= {
@@ -236,17 +242,17 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     norm = keys.given("--normalization", "LayerNorm")
     if rope != (str(norm).lower() == "rmsnorm"):
         reading.named.append(
-            f"--normalization={norm} with {'rotary' if rope else 'learned'} positions: priced as "
-            + ("Llama's layers" if rope else "GPT's layers")
+            f"--normalization={norm} with {'rotary' if rope else 'learned'} positions: simulated "
+            + ("as Llama's layers" if rope else "as GPT's layers")
         )
     biases = not keys.take("--disable-bias-linear")
     if rope and biases:
         reading.named.append(
-            "--disable-bias-linear: not given, but Llama's layers are priced without biases "
+            "--disable-bias-linear: not given, but Llama's layers are simulated without biases "
             "(--as megatron writes it)"
         )
     if not rope and not biases:
-        reading.named.append("--disable-bias-linear: GPT's layers are priced with biases")
+        reading.named.append("--disable-bias-linear: GPT's layers are simulated with biases")
     gated = any([keys.take("--swiglu"), keys.take("--quick-geglu")])
     keys.take("--squared-relu"), keys.take("--openai-gelu")
     ffn = keys.number("--ffn-hidden-size")
@@ -292,7 +298,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     kind = "full" if any(old) else kind  # Megatron-LM of before 2023
     method, count = keys.given("--recompute-method"), keys.number("--recompute-num-layers")
     if method == "uniform" and count not in (None, 1):
-        reading.named.append(f"--recompute-num-layers={count}, uniform: priced with 1")
+        reading.named.append(f"--recompute-num-layers={count}, uniform: simulated with 1")
     modules = set(re.findall(r"\w+", str(keys.given("--recompute-modules", "core_attn"))))
     if kind == "selective" and "mlp" not in modules:
         kind = "none"
@@ -301,7 +307,7 @@ def _recompute(keys: Keys, reading: Reading) -> None:
         )
     if others := modules - {"core_attn", "mlp"}:
         reading.named.append(
-            f"--recompute-modules {' '.join(sorted(others))}: no price for their recomputation"
+            f"--recompute-modules {' '.join(sorted(others))}: their recomputation is not simulated"
         )
     reading.knobs["recompute"] = kind
     if kind == "full" and method == "block" and count:
@@ -314,8 +320,8 @@ def _traits(keys: Keys, reading: Reading) -> None:
     fused = keys.given("--cross-entropy-fusion-impl", "native") == "te"
     if fusion and not fused:
         reading.named.append(
-            "--cross-entropy-loss-fusion: priced without, since only the implementation te has a "
-            "price"
+            "--cross-entropy-loss-fusion: simulated without, since only the implementation te can "
+            "be"
         )
     backend = keys.given("--attention-backend", "auto")
     reading.traits |= {

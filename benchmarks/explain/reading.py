@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.specification import SpecError
 from zeropp.price.programs import Scaling
 
-UNKNOWN = "not known here, left out of the price"
+UNKNOWN = "not known here, left out"
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class Reading:
         self.knobs["context"] = slices
         if slices > 1:
             self.derived.append(
-                f"{key}={slices}: priced as ring attention (arXiv 2310.01889), unless the file "
+                f"{key}={slices}: simulated as ring attention (arXiv 2310.01889), unless the file "
                 "says otherwise"
             )
 

@@ -138,13 +138,13 @@ def memory_text(plan: Evaluated[Any], task: Task) -> str:
     text = (
         f"{verdict}: {who} allocates {_gib(memory.total)} of {_gib(has)} GiB, {_gib(most)} of them "
         f"{kind}. Nine in ten published runs took at most {1 + MEMORY_MARGIN:.2f} times their "
-        f"price, here {_gib(likely)} GiB; torch reserves about {_gib(reserved)} GiB"
+        f"simulated memory, here {_gib(likely)} GiB; torch reserves about {_gib(reserved)} GiB"
     )
     if plan.peak_bytes <= has < max(likely, reserved):
         text += ": near the limit its allocator frees and retries, which takes time (see "
         text += 'torch.cuda.memory_stats()["num_alloc_retries"])'
     if task.limit_bytes < plan.peak_bytes <= has:
-        text += f". Best plans below leave {task.memory_margin:.0%} of their price"
+        text += f". Best plans below leave {task.memory_margin:.0%} of their simulated memory"
     return f"{text}."
 
 

@@ -55,18 +55,21 @@ _OLD = re.compile(
 )
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective"}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
-    "model.norm_type": ("rmsnorm", "priced as RMSNorm"),
-    "optimizer.name": (("Adam", "AdamW"), "priced with Adam's states"),
+    "model.norm_type": ("rmsnorm", "simulated as RMSNorm"),
+    "optimizer.name": (("Adam", "AdamW"), "simulated with Adam's states"),
     "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
     "optimizer.early_step_in_backward": (False, "no gradients are kept"),
-    "training.enable_cpu_offload": (False, "priced without, as the host's memory has no price"),
+    "training.enable_cpu_offload": (False, "simulated without offloading"),
     "training.dtype": ("float32", "other bytes per parameter"),
     "training.mixed_precision_reduce": ("float32", "gradients are sent in another type"),
     "parallelism.disable_loss_parallel": (False, "every rank gathers all logits"),
-    "parallelism.module_fqns_per_model_part": (None, "stages by hand; priced with equal stages"),
+    "parallelism.module_fqns_per_model_part": (None, "stages by hand; simulated with equal stages"),
     "parallelism.pipeline_parallel_schedule_csv": ("", "a schedule of one's own"),
-    "parallelism.pipeline_parallel_split_points": ([], "stages by hand; priced with equal stages"),
-    "parallelism.enable_fsdp_symm_mem": (False, "gathers are priced as NCCL's own"),
+    "parallelism.pipeline_parallel_split_points": (
+        [],
+        "stages by hand; simulated with equal stages",
+    ),
+    "parallelism.enable_fsdp_symm_mem": (False, "gathers are simulated as NCCL's own"),
     "parallelism.expert_parallel_degree": (1, "experts"),
     "parallelism.expert_tensor_parallel_degree": (1, "experts"),
     "activation_checkpoint.memory_budget": (0.5, "recomputation by a memory budget"),
@@ -160,7 +163,9 @@ def _read(
     if not compiled:
         reading.eager = True
         reading.traits["traffic_factor"] = 2.11
-        reading.derived.append("compile.enable=false: priced with torch's own element-wise kernels")
+        reading.derived.append(
+            "compile.enable=false: simulated with torch's own element-wise kernels"
+        )
     parts = keys.names("compile.components", ["model", "loss"])
     reading.traits["fused_loss"] = bool(compiled) and loss != "eager" and "loss" in parts
     reading.traits["loss_gradient"] = "sliced" if loss == "sliced" else "torch"
@@ -187,7 +192,7 @@ def _eight_bits(keys: Keys, reading: Reading) -> None:
     ]:
         kind = name.lower().removeprefix("quantize.linear.")
         if kind not in ("float8", "mx", "mxfp8"):
-            reading.named.append(f"model.converters={name}: no price; priced in bf16")
+            reading.named.append(f"model.converters={name}: simulated in bf16")
         elif kind == "float8" and by_row:
             reading.multiply_in_8_bits(f"model.converters={name}, {recipe}", "rowwise")
         else:
@@ -201,21 +206,21 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     plain = re.sub(r"_(flex|varlen)(_\w+)?$", "", flavor)
     if name in _EXPERTS or re.search(r"moe|A\d+B$", plain):
         raise SpecError(
-            f"model.name={name!r}, model.flavor={flavor!r}: no price for mixtures of experts"
+            f"model.name={name!r}, model.flavor={flavor!r}: mixtures of experts cannot be simulated"
         )
-    reading.named += [f"model.flavor={flavor}: priced with flash attention"] * (plain != flavor)
+    reading.named += [f"model.flavor={flavor}: simulated with flash attention"] * (plain != flavor)
     named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
     known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
     if plain not in known:
         reading.unknown = (
-            f"model.name={name!r}, model.flavor={flavor!r}: no price (there is one for llama3 with "
-            f"{', '.join(_LLAMA3)} and for qwen3 with {', '.join(_QWEN3)})"
+            f"model.name={name!r}, model.flavor={flavor!r}: cannot be simulated (known: llama3 "
+            f"with {', '.join(_LLAMA3)} and qwen3 with {', '.join(_QWEN3)})"
         )
         if not known:
             raise SpecError(reading.unknown)
         return named  # a company's own
     if name == "qwen3":
-        reading.named.append("model.name=qwen3: the norms of queries and keys are not priced")
+        reading.named.append("model.name=qwen3: the norms of queries and keys are not simulated")
     sizes = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings")
     return named | dict(zip((*sizes, "head_width"), known[plain], strict=False))
 
@@ -248,13 +253,14 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
         )
         if not schedule:
             raise SpecError(
-                f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
+                f"pipeline_parallel_schedule={asked!r}: cannot be simulated (known: "
+                f"{', '.join(_SCHEDULES)})"
             )
         chunks = _chunks(keys, reading.model.get("layers"), pp, schedule)
         if batch != local * replicate * shard:
             reading.named.append(
                 "training.global_batch_size: the pipeline drains between accumulation steps; "
-                "priced as one pass"
+                "simulated as one pass"
             )
     sequence = keys.take("parallelism.enable_sequence_parallel", True)
     reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
@@ -262,7 +268,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     reading.knobs["sequence_parallel"] = bool(sequence) and tp > 1
     released = keys.take("parallelism.fsdp_reshard_after_forward", "default")
     if released == "always" and pp > 1:
-        reading.named.append("fsdp_reshard_after_forward=always: priced as never in a pipeline")
+        reading.named.append("fsdp_reshard_after_forward=always: simulated as never in a pipeline")
     is_kept = released == "never" and pp == 1  # with a pipeline, never is the default
     reading.knobs["fsdp_reshard_after_forward"] = "never" if is_kept else "default"
     size = microbatch if pp > 1 else local
@@ -298,9 +304,11 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     mode = keys.take("activation_checkpoint.mode", "selective")
     option = str(keys.take("activation_checkpoint.selective_ac_option", "2"))
     if mode not in ("none", "selective", "full"):
-        raise SpecError(f"activation_checkpoint.mode={mode!r}: no price (none, selective, full)")
+        raise SpecError(
+            f"activation_checkpoint.mode={mode!r}: cannot be simulated (none, selective, full)"
+        )
     if mode == "selective" and option not in ("op", "1", "2"):
-        reading.named.append(f"selective_ac_option={option}: priced as every second block")
+        reading.named.append(f"selective_ac_option={option}: simulated as every second block")
     reading.knobs["recompute"] = "full" if (mode, option) == ("selective", "1") else mode
     reading.knobs["recompute_blocks"] = "auto"  # all, however many there are
 

@@ -190,7 +190,7 @@ def _search(spec: RunSpec) -> tuple[dict[str, Any], str]:
         )
         raise InfeasibleError(
             f"contender={spec.contender.name}: {none} {spec.num_gpus} x {gib:.1f} GiB with "
-            f"{margin:.0%} of its price to spare (use more GPUs, or set "
+            f"{margin:.0%} of its simulated memory to spare (use more GPUs, or set "
             f"{', '.join(opened) or 'microbatch_size'} to run it all the same)"
         )
     speed = winner.result.tokens_per_s_per_gpu

@@ -41,7 +41,7 @@ def check_rank(point: Point, *, here: bool = True) -> None:
     alone, and ``here`` its contender's package must be installed."""
     if document := point.spec.model.document:
         raise SpecError(
-            f"model.document={document}: only prices end attention at documents "
+            f"model.document={document}: only simulations end attention at documents "
             "(use launcher=simulate, or model.document=0)"
         )
     spec = point.spec

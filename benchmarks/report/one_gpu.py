@@ -214,7 +214,7 @@ def step_lines(one: LoneRank, plan: Plan, price: PlanPrice | None) -> Lines:
 
 
 def kernel_table(prices: Mapping[str, Any]) -> Table:
-    """The price of kernels over what they took: the median of their sizes, the least, the most."""
+    """The described time of kernels over what they took: median of their sizes, least, most."""
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for group in ("ceilings", "products", "attention", "elementwise"):
         for row in prices.get(group, []):
@@ -230,7 +230,7 @@ def kernel_table(prices: Mapping[str, Any]) -> Table:
         | {"described_over_measured": median(values), "most": max(values)}
         for (group, kernel), values in ratios.items()
     ]
-    return table("kernels", "Prices of kernels", _OF_KERNELS, pd.DataFrame(rows))
+    return table("kernels", "Kernels, described over measured", _OF_KERNELS, pd.DataFrame(rows))
 
 
 def gate_table(runs: Mapping[str, Mapping[str, Any]]) -> Table:

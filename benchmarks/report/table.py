@@ -227,12 +227,11 @@ def markdown_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None
 ) -> str:
     """A Markdown table of texts. ``numeric`` says which columns are aligned to the right; without
-    it those are whose every cell begins with a digit or a sign."""
+    it those are, except the first, whose every cell begins with a digit, a sign or two asterisks,
+    or is blank."""
     if numeric is None:
-        numeric = [
-            all(re.match(r"[~+-]?\d", row[i]) for row in rows) and bool(rows)
-            for i in range(len(heads))
-        ]
+        number = re.compile(rf"[~+*-]*\d|{MISSING}?$")
+        numeric = [i > 0 and all(number.match(row[i]) for row in rows) for i in range(len(heads))]
     rules = ["---:" if right else "---" for right in numeric]
     lines = [heads, rules, *([text.replace("|", "\\|") for text in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -196,7 +196,7 @@ def check_priced(cluster: Cluster, precision: Precision) -> None:
     if not is_priced(cluster, precision):
         raise SpecError(
             f"cluster={cluster.name}: device {cluster.device.name} has no {_NEEDED[precision]} to "
-            f"price precision={precision} with (use another cluster or precision)"
+            f"simulate precision={precision} with (use another cluster or precision)"
         )
 
 

@@ -59,7 +59,7 @@ def _parser() -> CommandParser:
     parser.add_argument("files", nargs="*", type=Path, help="CSV files (all of results/published)")
     parser.add_argument("-v", "--verbose", action="store_true", help="also print every row")
     parser.add_argument(
-        "--cluster", metavar="NAME", help="price every row on this cluster of conf/cluster"
+        "--cluster", metavar="NAME", help="simulate every row on this cluster of conf/cluster"
     )
     parser.add_argument(
         "--out",

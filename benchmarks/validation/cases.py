@@ -110,27 +110,27 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
 
 def _refuse_what_has_no_price(row: PublishedRow) -> None:
     if row.ep > 1:
-        raise UnpredictableError(f"ep={row.ep}: no price for this kind")
+        raise UnpredictableError(f"ep={row.ep}: cannot be simulated")
     by_block = row.zero == 3 and row.pp == 1 and not program_named(row.program).live_parameters
     if row.offload != "none" and not (by_block and row.offload_blocks):
         raise UnpredictableError(
-            f"offload={row.offload}: no price for the host's memory but of offload_blocks with "
-            "ZeRO-3 that gathers block by block"
+            f"offload={row.offload}: the host's memory cannot be simulated, except "
+            "offload_blocks with ZeRO-3 that gathers block by block"
         )
     if row.schedule in _UNPRICED_SCHEDULES:
         raise UnpredictableError(f"schedule={row.schedule}: no generator")
     if row.recompute_blocks and row.recompute_blocks % (row.pp * row.chunks):
         raise UnpredictableError(
-            f"recompute_blocks={row.recompute_blocks}: no price where they do not divide over "
-            f"pp={row.pp} x chunks={row.chunks} stages"
+            f"recompute_blocks={row.recompute_blocks}: cannot be simulated where they do not "
+            f"divide over pp={row.pp} x chunks={row.chunks} stages"
         )
     if row.schedule == "zeropp" and (row.tp > 1 or row.zero in (1, 2)):
         raise UnpredictableError(
-            f"schedule=zeropp: no price with tp={row.tp}, zero={row.zero} (tp=1, zero=0 or 3; "
-            "ZeRO-1 over replicas is knobs=replicate_zero=1)"
+            f"schedule=zeropp: cannot be simulated with tp={row.tp}, zero={row.zero} (tp=1, "
+            "zero=0 or 3; ZeRO-1 over replicas is knobs=replicate_zero=1)"
         )
     if row.zero == 3 and not program_named(row.program).zero3:
-        raise UnpredictableError(f"program={row.program}: no price for its ZeRO-3")
+        raise UnpredictableError(f"program={row.program}: its ZeRO-3 cannot be simulated")
 
 
 def _precision(row: PublishedRow) -> Precision:

@@ -89,7 +89,7 @@ def _contradiction(case: Case, prediction: Prediction) -> str:
     factor = prediction.value / row.measured
     if max(factor, 1 / factor) > _SET_APART:
         return (
-            f"value={row.value}: the price is {prediction.text} {row.unit}, {factor:.3g} times as "
+            f"value={row.value}: simulated as {prediction.text} {row.unit}, {factor:.3g} times as "
             "much (another unit, of one GPU, or of another run?)"
         )
     memory = case.cluster.device.memory_gib

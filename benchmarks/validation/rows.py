@@ -414,7 +414,7 @@ def _device(row: PublishedRow) -> _Checks:
         row.device == "stated" and None in (*numbers, row.products_tflops),
         "device=stated: needs memory_gib, memory_bandwidth_gb_s, peak_bf16_tflops, and in "
         "products_tflops what large 16-bit products were measured to reach; without a rate of "
-        "its own its price would be within a factor of 2 at best",
+        "its own a simulation would be within a factor of 2 at best",
     )
     yield (
         row.intra_link and row.intra_gb_s,

@@ -179,7 +179,7 @@ def left_out(known: Runs, pool: Executor) -> tuple[list[StrangerRun], list[str]]
     ]
     done = track((job.result() for job in waiting), len(waiting), "strangers")
     runs = [run for run in done if run is not None]
-    whole, words = fit(errors, moved), [f"{len(waiting) - len(runs)} runs have no price so"]
+    whole, words = fit(errors, moved), [f"{len(waiting) - len(runs)} runs cannot be simulated so"]
     for constant, slope in zip(constants(), moved.T, strict=True):
         users = sorted(set(of[np.abs(slope) > _MOVES]))
         words.append(_of_constant(constant, whole, {user: fits[user] for user in users}))
@@ -213,8 +213,8 @@ def _known(pool: Executor) -> Runs:
 def main() -> int:
     """Print and write both tables; see ``--help``."""
     parser = CommandParser(
-        description="Price every source of results/published as a stranger: with constants fitted "
-        "to the other sources, and with a program of theirs. Takes some minutes.",
+        description="Simulate every source of results/published as a stranger: with constants "
+        "fitted to the other sources, and with a program of theirs. Takes some minutes.",
         epilog="example: python -m benchmarks.validation.strangers --out strangers",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the two tables")

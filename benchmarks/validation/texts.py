@@ -43,7 +43,7 @@ def summary(outcomes: Sequence[RowOutcome], errors: pd.DataFrame) -> str:
         "absolute relative error in sample, of speed, simulated against published; bias: + is too",
         "fast, or too much memory",
         "",
-        shown if len(errors) else "no run has a price",
+        shown if len(errors) else "no run can be simulated",
         "",
         f"{len(predictions)} of {len(outcomes)} rows predicted",
     ]

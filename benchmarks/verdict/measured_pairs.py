@@ -26,9 +26,9 @@ from benchmarks.report.table import markdown_table
 from benchmarks.specification import DTYPES
 from benchmarks.validation.rows import PublishedRow, read_rows, training_tables
 from benchmarks.validation.stated import measured_s, preset_of
-from zeropp.price.programs import program_named
+from zeropp.price.programs import entry_named
 
-# Models are named by their size, in which alone publishers' names agree.
+# Models of these shapes are named by their size, in which alone publishers' names agree.
 _TICKS = (0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5)
 _SIZES = {(32, 4096): "7B to 8B", (40, 5120): "13B", (60, 6656): "30B", (80, 8192): "65B to 70B"}
 
@@ -88,13 +88,13 @@ def _pairs_of(group: Iterable[tuple[PublishedRow, float]]) -> Iterator[Pair]:
 
 
 def pairs_table(which: str) -> str:
-    """A table of pairs: ``llama_70b`` (its shape on H100), or a line per size of model, device and
+    """A table of pairs: ``llama_70b`` (its shape on H100), or a line per model, device and
     precision with the range of ratios, of ``all`` or of those of ``one_program``."""
     pairs = measured_pairs(one_program=which == "one_program")
     if which == "llama_70b":
         lines = [
             [
-                str(p.without.num_gpus), _sides_of([p], _format), f"{p.without.seq:,}",
+                f"{p.without.num_gpus:,}", _sides_of([p], _format), f"{p.without.seq:,}",
                 *_side(p.without), *_side(p.tensor), f"{p.ratio:.2f}",
             ]
             for p in pairs
@@ -108,13 +108,13 @@ def pairs_table(which: str) -> str:
         ratios = sorted(pair.ratio for pair in own)
         gpus = sorted(pair.without.num_gpus for pair in own)
         simulated = sorted(pair.simulated for pair in own if not isnan(pair.simulated))
-        counts = [size, device, precision, _range(gpus, "d"), str(len(own))]
+        counts = [size, device, precision, _range(gpus, ",d"), str(len(own))]
         counts.append(str(sum(p.without.global_batch == p.tensor.global_batch for p in own)))
-        both = [_sides_of(own, of) for of in (_format, _software)]
+        both = [_sides_of(own, of) for of in (_format, _program)]
         counts += [*both, _range(ratios, ".2f")]
-        lines.append([*counts, _range(simulated, ".2f") if simulated else "no price"])
+        lines.append([*counts, _range(simulated, ".2f") if simulated else "not simulated"])
     heads = ["model", "device", "precision", "GPUs", "pairs", "of one batch", "formats"]
-    heads += ["software of (year)", "speed without over with", "simulated"]
+    heads += ["programs", "speed without over with", "simulated"]
     return markdown_table(heads, lines)
 
 
@@ -134,7 +134,7 @@ def pairs_of_case(case: Mapping[Any, Any]) -> str:
     if not own:
         return ""
     ratios, gpus = sorted(p.ratio for p in own), sorted(p.without.num_gpus for p in own)
-    return f"Measured, on {_range(gpus, 'd')} GPUs: {_range(ratios, '.2f')} without over with."
+    return f"Measured, on {_range(gpus, ',d')} GPUs: {_range(ratios, '.2f')} without over with."
 
 
 @cache
@@ -156,23 +156,18 @@ def _format(row: PublishedRow) -> str:
     return row.dtype
 
 
-def _software(row: PublishedRow) -> str:
-    """The year of the kernels of the program's entry; older ones have none."""
-    return str(program_named(row.program).kernels or "older")
-
-
 def _grouped(pairs: Iterable[Pair]) -> dict[tuple[str, str, str], list[Pair]]:
     """The pairs by size of model, device and precision."""
     groups: defaultdict[tuple[str, str, str], list[Pair]] = defaultdict(list)
     for pair in pairs:
         row = pair.without
-        size = _SIZES.get((row.layers, row.hidden), f"{row.layers} blocks of {row.hidden:,}")
+        size = _SIZES.get((row.layers, row.hidden), row.model)
         groups[size, row.device.upper(), _precision(row)].append(pair)
     return groups
 
 
 def pairs_figure() -> Figure:
-    """The ratios of all pairs, a line per size of model, device and precision: what was measured as
+    """The ratios of all pairs, a line per model, device and precision: what was measured as
     a dot (a cross where the batches differ), and the simulator's ratio for the same two plans as a
     ring."""
     groups = _grouped(measured_pairs())
@@ -202,19 +197,24 @@ def pairs_figure() -> Figure:
             color=style.WARM,
             label="simulated, the same two plans" if place == 0 else None,
         )
-        sides = ({_program(getattr(p, side)) for p in own} for side in ("without", "tensor"))
-        words = " / ".join(dict.fromkeys(", ".join(sorted(names)) for names in sides))
+        words = _sides_of(own, _program).replace(" / ", " /\n")
         axis.text(1.01, place, words, transform=axis.get_yaxis_transform(), va="center", fontsize=7)
-    axis.set_yticks(range(len(groups)), [", ".join(key) for key in groups], fontsize=8)
+    gpus = [_range(sorted(p.without.num_gpus for p in own), ",d") for own in groups.values()]
+    labels = [
+        f"{model}, {count} {device}, {bits}"
+        for (model, device, bits), count in zip(groups, gpus, strict=True)
+    ]
+    axis.set_yticks(range(len(groups)), labels, fontsize=8)
     axis.set_ylim(len(groups) - 0.4, -0.6)
     axis.set_xscale("log")
     axis.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS], minor=False)
     axis.minorticks_off()
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.grid(axis="x")
-    axis.legend(loc="lower right", fontsize=8)
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8)
     axis.set_xlabel(
-        "speed without tensor parallelism over speed with it (right: programs without / with)"
+        "speed without tensor parallelism over speed with it (right: programs without / with)",
+        fontsize=9,
     )
     return figure
 
@@ -241,9 +241,11 @@ def _precision(row: PublishedRow) -> str:
 
 
 def _program(row: PublishedRow) -> str:
-    """The program that ran, which a row's remark names where its entry has another name."""
+    """The program that ran with its year: the head of its entry's version, unless the row's remark
+    names a program that has no entry."""
+    entry = re.split(r"[,;]| \(| at | with ", entry_named(row.program).version)[0]
     ran = re.match(r"real program: ([^,;(]+?)(?= *[,;(]|$)", row.remark)
-    return ran[1] if ran else row.program
+    return ran[1] if ran and not entry.startswith(ran[1]) else entry
 
 
 def _side(row: PublishedRow) -> tuple[str, str]:
@@ -253,6 +255,6 @@ def _side(row: PublishedRow) -> tuple[str, str]:
     words += [f"zero{row.zero}"] if row.zero else []
     each = row.global_batch / row.num_gpus
     return (
-        f"{_program(row)} ({_software(row)}) {' '.join(words)}, {each:g} sequences per GPU",
+        f"{_program(row)} {' '.join(words)}, {each:g} sequences per GPU",
         f"{tokens_per_s_per_gpu(row):,.0f}",
     )

@@ -98,7 +98,7 @@ CASES = [
     ("precision=fp4", "precision='fp4'"),
     ("model.heads=5", "model.heads=5: must divide model.hidden"),
     ("model.document=4096", "model.document=4096: must be at most model.seq"),
-    ("model.document=16", "only prices end attention at documents (use launcher=simulate"),
+    ("model.document=16", "only simulations end attention at documents (use launcher=simulate"),
     ("model.vocab=100", "model.vocab=100: byte-level text needs at least 256"),
     ("contender=deepspeed_3d contender.chunks=2", "contender.chunks=2"),
     ("contender=fsdp contender.pp=2", "contender.pp=2"),

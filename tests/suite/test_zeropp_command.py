@@ -112,7 +112,7 @@ def test_a_wheel_answers_without_a_checkout(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "times priced" in done.stdout
+    assert "times simulated" in done.stdout
 
 
 @pytest.mark.parametrize("text", ["name: [1,", "name: \x01x"])

@@ -25,9 +25,16 @@ from benchmarks.specification.contenders import ATLAS, program_label
 from benchmarks.specification.reading import preset
 from benchmarks.verdict.atlas import atlas_tables
 from benchmarks.verdict.cells import Cell, CellPart, study_spec
-from benchmarks.verdict.measured_pairs import _published, measured_pairs, tokens_per_s_per_gpu
+from benchmarks.verdict.measured_pairs import (
+    _program,
+    _published,
+    measured_pairs,
+    pairs_table,
+    tokens_per_s_per_gpu,
+)
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import Cluster
+from zeropp.price.programs import program_names
 from zeropp.types.shape import ModelShape
 
 PLANS = {
@@ -204,6 +211,14 @@ def test_a_pair_of_one_program_is_of_one_source_and_has_a_simulated_ratio() -> N
     priced = [abs(math.log(p.simulated / p.ratio)) for p in pairs if not math.isnan(p.simulated)]
     assert len(priced) > 15
     assert sorted(priced)[len(priced) // 2] < 0.1
+
+
+def test_programs_of_pairs_have_names_that_people_read() -> None:
+    named = {_program(row) for pair in measured_pairs() for row in (pair.without, pair.tensor)}
+    assert {"NeMo AutoModel", "MaxText of 2024", "Megatron-Core r0.6.0 of 2024"} <= named
+    assert [name for name in named if name in program_names() or len(name) > 35] == []
+    heads = pairs_table("all").splitlines()[1]
+    assert heads == "| --- | --- |" + " ---: |" * 4 + " --- | --- | ---: | ---: |"
 
 
 def _records(out: Path) -> pd.DataFrame:

@@ -108,7 +108,7 @@ def test_what_a_trainer_cannot_run_is_simulated_alone(
     spec = spec_of("a800", contender)
     knobs = replace(cast("Any", spec.contender), **{knob: asked})
     wanted = replace(spec, contender=knobs)
-    assert "in prices alone" in plan_point(wanted).reason
+    assert "in simulation alone" in plan_point(wanted).reason
     assert plan_point(wanted, simulated=True).plan is not None
     assert getattr(plan_point(spec).spec.contender, knob) == runs
 

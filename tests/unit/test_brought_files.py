@@ -184,12 +184,12 @@ def test_scripts_with_arguments_documents_and_placeholders(tmp_path: Path) -> No
     assert (question.task.num_gpus, knobs["tp"], knobs["replicate"]) == (16, 4, 4)
     assert (knobs["recompute"], knobs["replicate_zero"], shape.kv_heads) == ("full", 1, 8)
     assert question.reading.named == [
-        "--deepspeed: priced with Megatron-Core's engine and layers, not DeepSpeed's"
+        "--deepspeed: simulated with Megatron-Core's engine and layers, not DeepSpeed's"
     ]
     with pytest.raises(SpecError, match=r"parallel-size: has no value .* own arguments behind --"):
         ask([str(tmp_path / "run.sh")], ["cluster=a100"], [])
     (tmp_path / "run.sh").write_text(FORMS.replace("stage=1", "stage=3"))
-    with pytest.raises(SpecError, match="--zero-stage=3: no price"):
+    with pytest.raises(SpecError, match="--zero-stage=3: cannot be simulated"):
         ask([str(tmp_path / "run.sh")], ["cluster=a100"], ["4"])
 
 
@@ -283,7 +283,10 @@ def test_deepspeeds_ranks_of_a_sequence_are_read(tmp_path: Path) -> None:
     knobs = vars(asked(tmp_path, {"run.sh": run}).knobs)
     assert (knobs["context"], knobs["cp_comm_type"], knobs["replicate"]) == (4, "a2a", 2)
     trainer = {"sequence_parallel_size": 4, "train_micro_batch_size_per_gpu": 2}
-    for stage, refused in ((3, ""), (1, "sequence_parallel_size=4: no price without ZeRO-3")):
+    for stage, refused in (
+        (3, ""),
+        (1, "sequence_parallel_size=4: simulated with ZeRO-3 alone"),
+    ):
         trees = trainer | {"zero_optimization": {"stage": stage}}, LLAMA_13B
         names = ("ds.json", "config.json")
         files = {name: json.dumps(tree) for name, tree in zip(names, trees, strict=True)}
@@ -311,10 +314,10 @@ def test_deepspeeds_pipeline_section(tmp_path: Path) -> None:
     question = asked(tmp_path, files, "num_gpus=64", "model.seq=4096")
     knobs = vars(question.knobs)
     assert (knobs["pp"], knobs["replicate"], knobs["recompute"]) == (4, 16, "full")
-    named = ["pipeline.partition=uniform: priced with stages of equal cost"]
+    named = ["pipeline.partition=uniform: simulated with stages of equal cost"]
     assert question.reading.named == named
     zero3 = files | {"ds.json": json.dumps(PIPELINE | {"zero_optimization": {"stage": 3}})}
-    with pytest.raises(SpecError, match=r"pipeline.stages=4: no price with ZeRO-3"):
+    with pytest.raises(SpecError, match=r"pipeline.stages=4: cannot be simulated with ZeRO-3"):
         asked(tmp_path, zero3, "num_gpus=64", "model.seq=4096")
 
 
@@ -342,7 +345,9 @@ def test_a_companys_own_flavor_of_torchtitan(tmp_path: Path) -> None:
     shape = question.task.shape
     assert (shape.name, shape.layers, shape.vocab) == ("llama3_13b_company", 40, 32000)
     assert vars(question.knobs)["shard"] == 32
-    with pytest.raises(SpecError, match=r"13B_company': no price .*\(give model.ffn=N model.vocab"):
+    with pytest.raises(
+        SpecError, match=r"13B_company': cannot be simulated .*\(give model.ffn=N model.vocab"
+    ):
         asked(tmp_path, {"a.toml": TITAN}, "num_gpus=64", *words[:-2])
 
 
@@ -360,7 +365,7 @@ def test_words_change_a_key_of_the_cluster(tmp_path: Path) -> None:
 
 def test_half_precision_is_said(tmp_path: Path) -> None:
     derived = asked(tmp_path, {"job.sh": SLURM.replace("--bf16", "--fp16")}).reading.derived
-    assert any(line.startswith("--fp16: priced as bf16") for line in derived)
+    assert any(line.startswith("--fp16: simulated as bf16") for line in derived)
 
 
 CONFIG = {"config.json": json.dumps(LLAMA_13B | {"vocab_size": 32000})}
@@ -501,7 +506,7 @@ def test_megatrons_flags_of_8_bits_and_of_offload_are_read_or_named(tmp_path: Pa
     assert updated[1] < 0.8 * updated[0]
     some = run + " --fine-grained-activation-offloading --offload-modules core_attn"
     named = asked(tmp_path, {"run.sh": some}).reading.named
-    assert named == ["--offload-modules=core_attn: priced with all of qkv_linear, core_attn, "
+    assert named == ["--offload-modules=core_attn: simulated with all of qkv_linear, core_attn, "
                      "attn_proj offloaded"]  # fmt: skip
     assert not asked(tmp_path, {"run.sh": some + " qkv_linear attn_proj"}).reading.named
 
@@ -584,7 +589,7 @@ def test_memory_is_said_in_gib_with_its_error_and_the_kind_that_decides(tmp_path
     assert said.startswith("It may fit")
     assert "num_alloc_retries" in said
     room = memory_room(PRICED["fsdp"].published_as).share
-    assert said.endswith(f"Best plans below leave {room:.0%} of their price.")
+    assert said.endswith(f"Best plans below leave {room:.0%} of their simulated memory.")
 
 
 def test_flags_are_megatrons_alone_and_quoted_for_the_shell(tmp_path: Path) -> None:

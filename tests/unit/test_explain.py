@@ -115,7 +115,7 @@ def test_torchtitan() -> None:
     assert torchtitan.read(TOML.replace("Inter", "inter"), None).knobs == reading.knobs
     kernel = torchtitan.read(TOML.replace('"8B"', '"8B_flex_flash"'), None)
     assert kernel.model == reading.model
-    assert kernel.named == ["model.flavor=8B_flex_flash: priced with flash attention"]
+    assert kernel.named == ["model.flavor=8B_flex_flash: simulated with flash attention"]
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_torchtitan_is_refused_in_one_line(old: str, new: str, said: str) -> Non
 def test_what_has_no_price_is_named() -> None:
     changed = TOML.replace('"8B"', '"8B"\nconverters = ["nvfp4"]\nnew_key = 1')
     named = " ".join(torchtitan.read(changed, None).named)
-    assert "model.converters=nvfp4: no price" in named
+    assert "model.converters=nvfp4: simulated in bf16" in named
     assert "model.new_key=1: not known here" in named
     text = TOML.replace('"8B"', '"8B"\nconverters = "float8, nvfp4"')  # as until the middle of 2025
     assert torchtitan.read(text, None).settings["precision"] == "fp8"
     assert [n for n in torchtitan.read(text, None).named if "conv" in n] == [
-        "model.converters=nvfp4: no price; priced in bf16"
+        "model.converters=nvfp4: simulated in bf16"
     ]
 
 
@@ -161,7 +161,7 @@ def test_megatron_script() -> None:
     assert {key: reading.knobs[key] for key in wanted} == wanted
     assert reading.traits["overlap_reduction"]
     assert not reading.traits["overlap_updated"]
-    assert reading.named == ["--made-up-flag=3: not known here, left out of the price"]
+    assert reading.named == ["--made-up-flag=3: not known here, left out"]
     assert "--log-interval=1" in reading.harmless
 
 
@@ -184,7 +184,7 @@ def test_the_same_configuration_in_every_dialect() -> None:
     told = megatron.read(
         f"{log}\n  made_up ..... 1", 16
     )  # a log has every key, so they are counted
-    assert told.named == ["2 keys are not known here, left out of the price (-v lists them)"]
+    assert told.named == ["2 keys are not known here, left out (-v lists them)"]
     said = f"using world size: 8, data-parallel size: 4\n{log}\n  world_size ..... 8"
     assert megatron.read(said, None).settings["num_gpus"] == 8
     assert megatron.read(said, 16).settings == told.settings
@@ -204,7 +204,7 @@ def test_the_same_configuration_in_every_dialect() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (SCRIPT.replace('SIZE=${1:-"8"}', "SIZE=4"), "--num-experts=8: no price for mixtures"),
+        (SCRIPT.replace('SIZE=${1:-"8"}', "SIZE=4"), "--num-experts=8: mixtures of experts cannot"),
         (SCRIPT.replace("NUM_NODES=2", "NUM_NODES=1").replace("-size 2 ", "-size 16 "), "num_gpus"),
         ("echo hello", "no line runs a training of Megatron-LM"),
         ("torchrun --nnodes 2 a.py model.num_layers=40", "NeMo's words, such as"),
@@ -235,11 +235,11 @@ def test_huggingface() -> None:
     apertus = huggingface.read(LLAMA | {"model_type": "apertus", "hidden_dropout": 0.0}, 8)
     assert (apertus.model["gated_mlp"], len(apertus.named)) == (False, 1)  # norms of queries, keys
     window = huggingface.read(LLAMA | {"sliding_window": 4096}, 8)
-    assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
+    assert window.named == ["sliding_window=4096: attention is simulated over the whole sequence"]
     seen = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
     text = huggingface.read(seen, 8)
     assert (text.model["head_width"], text.model["tied_embeddings"]) == (256, False)
-    assert "model_type=gemma3: its text alone is priced" in text.named
+    assert "model_type=gemma3: its text alone is simulated" in text.named
     seen = {"model_type": "qwen3_vl", "text_config": LLAMA | {"model_type": "qwen3_vl_text"}}
     assert sizes(huggingface.read(seen, 8).model) == sizes(huggingface.read(LLAMA, 8).model)
 
@@ -540,9 +540,9 @@ def test_an_optimizer_that_is_not_adam_is_named(tmp_path: Path) -> None:
     for kind, named in (("AdamW", False), ("Muon", True)):
         text = DEEPSPEED.replace('"made_up"', f'"optimizer": {{"type": "{kind}"}}, "made_up"')
         asked = beside_llama(tmp_path, "d.json", text, "num_gpus=16")
-        assert any("priced with Adam" in line for line in asked.reading.named) == named
+        assert any("simulated with Adam" in line for line in asked.reading.named) == named
         reading = torchtitan.read(f'{TOML}\n[optimizer]\nname = "{kind}"', 64)
-        assert any("priced with Adam" in line for line in reading.named) == named
+        assert any("simulated with Adam" in line for line in reading.named) == named
 
 
 @pytest.mark.parametrize(("ranks", "read"), [(8, 8), (16, 1), (32, 1), (0, 1)])
@@ -561,12 +561,12 @@ def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
     ("text", "precision", "derived"),
     [
         (DEEPSPEED, "bf16", ""),
-        (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: priced in bf16"),
+        (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: simulated in bf16"),
         (DEEPSPEED.replace("true", "false"), "fp32", ""),
         (DEEPSPEED.replace("bf16", "torch_autocast"), "bf16", ""),
-        (DEEPSPEED.replace("bf16", "fp16"), "bf16", "fp16.enabled: priced as bf16"),
-        (ACCELERATE.replace("bf16", "fp16"), "bf16", "mixed_precision=fp16: priced as bf16"),
-        (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: priced in fp32"),
+        (DEEPSPEED.replace("bf16", "fp16"), "bf16", "fp16.enabled: simulated as bf16"),
+        (ACCELERATE.replace("bf16", "fp16"), "bf16", "mixed_precision=fp16: simulated as bf16"),
+        (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: simulated in fp32"),
     ],
 )
 def test_precision_that_the_file_leaves_to_the_script(
@@ -612,16 +612,24 @@ def test_what_stands_beside_accelerates_section_of_deepspeed_is_named(tmp_path: 
     assert beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=32").microbatch_size == 2
     with pytest.raises(SpecError, match="=4 x 4 data-parallel ranks x N"):
         beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=24")
-    with pytest.raises(SpecError, match="mixed_precision=fp8: no price beside DeepSpeed"):
+    with pytest.raises(
+        SpecError, match="mixed_precision=fp8: cannot be simulated beside DeepSpeed"
+    ):
         beside_llama(tmp_path, "a.yaml", INLINE.replace("bf16\n", "fp8\n"), "global_batch=128")
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ((DEGREES, DEGREES.replace("dp_shard", "tp")), "tp_size=2: no price .* contender.tp=2"),
+        (
+            (DEGREES, DEGREES.replace("dp_shard", "tp")),
+            "tp_size=2: cannot be simulated .* contender.tp=2",
+        ),
         (("num_processes: 16", ""), "the file does not say it .give num_gpus=N"),
-        (("HYBRID_SHARD", "NO_SHARD"), "=NO_SHARD: no price .use FULL_SHARD, HYBRID_SHARD or"),
+        (
+            ("HYBRID_SHARD", "NO_SHARD"),
+            "=NO_SHARD: cannot be simulated .use FULL_SHARD, HYBRID_SHARD or",
+        ),
     ],
 )
 def test_what_accelerate_leaves_open_is_refused(
@@ -652,12 +660,20 @@ def test_what_accelerate_leaves_open_is_refused(
         ("x.yaml", "pipe-parallel-size: 4", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "parallelism: {}\ntokens: {}", "of GPT-NeoX, nanotron and NeMo, give"),
         ("x.yaml", "modules: {pre_trainer: {framework: megatron}}", "or Primus names its model"),
-        ("x.yaml", "model: {}\ntrain: {}\npeft: {dim: 16}", "--peft=True: no price for adapters"),
+        (
+            "x.yaml",
+            "model: {}\ntrain: {}\npeft: {dim: 16}",
+            "--peft=True: adapters cannot be simulated",
+        ),
         ("x.yaml", "model: {}\ntrain: {}\noptimizer: a\ndataset: c4", "num_gpus: these"),
         ("x.yaml", "model: {tensor_model_parallel_size: [1, 2]}\ntrain: {}", "size='1 2': must be"),
         ("x.yaml", "- 1", "must hold keys with values"),
-        ("x.json", '{"model_type": ["llama"]}', r"model_type=.*llama.*: no price"),
-        ("a.toml", "[model]\nname = 8\n[training]\nsteps = 1", "model.name='8', .*: no price"),
+        ("x.json", '{"model_type": ["llama"]}', r"model_type=.*llama.*: cannot be simulated"),
+        (
+            "a.toml",
+            "[model]\nname = 8\n[training]\nsteps = 1",
+            "model.name='8', .*: cannot be simulated",
+        ),
         ("a.toml", "# nothing\n", "a TOML without .model. and .training."),
         ("a.toml", "[project]\nname = 1", "so it is not torchtitan's"),
         ("a.sh", "python run_text_generation_server.py --num-layers 4", "no training of a decoder"),
@@ -718,9 +734,7 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert asked.task.precision == "bf16"
     assert asked.reading.traits["fused_loss"]
     assert asked.reading.traits["overlap_tensor"]
-    assert asked.reading.named == [
-        "1 keys are not known here, left out of the price (-v lists them)"
-    ]
+    assert asked.reading.named == ["1 keys are not known here, left out (-v lists them)"]
     assert "--made-up=3" in asked.reading.harmless
     path.write_text(BRIDGE.replace("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed"))
     assert (
@@ -730,7 +744,7 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     path.write_text(BRIDGE.replace("bf16_mixed", mixed) + "optimizer: {optimizer: muon}\n")
     reading = ask([str(path)], ["cluster=h100", "num_gpus=64"], []).reading
     assert {"gathers_casts": True, "bf16.reduced": 2}.items() <= reading.traits.items()
-    assert "--optimizer=muon: priced with Adam's states" in reading.named
+    assert "--optimizer=muon: simulated with Adam's states" in reading.named
     for key in ("sequence_length", "seq_length"):  # of rows that are shorter than the model allows
         path.write_text(f"{BRIDGE}dataset: {{{key}: 2048}}\n")
         assert ask([str(path)], ["cluster=h100", "num_gpus=64"], []).task.shape.seq == 2048
@@ -783,13 +797,13 @@ def test_flags_without_a_price_are_named() -> None:
     grows = SCRIPT.replace("--bf16", "--bf16 --step-batch-size-schedule '0:384 2B:1152'")
     script = megatron.read(grows.replace("--global-batch-size", "--made-up"), None)
     assert script.settings["global_batch"] == 1152
-    assert any("=0:384 2B:1152: priced with the last" in line for line in script.named)
+    assert any("=0:384 2B:1152: simulated with the last" in line for line in script.named)
     for flag, size in (("--main-grads-dtype bf16", 2), ("--main-grads-dtype fp32", None)):
         script = megatron.read(SCRIPT.replace("--bf16", f"--bf16 {flag}"), None)
         assert script.traits.get("bf16.gradients") == size
     gpt = SCRIPT.replace("rope", "learned_absolute").replace("RMSNorm", "LayerNorm")
     named = [line for line in megatron.read(gpt, None).named if "made-up" not in line]
-    assert named == ["--disable-bias-linear: GPT's layers are priced with biases"]
+    assert named == ["--disable-bias-linear: GPT's layers are simulated with biases"]
     assert len(megatron.read(gpt.replace("--disable-bias-linear", ""), None).named) == 1
 
 

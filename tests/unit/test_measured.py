@@ -259,7 +259,7 @@ def test_a_log_s_gib_stand_beside_their_price(log: Path) -> None:
     log.write_text(line)
     said = shown(str(log))
     allocated = measured_run("1s", [], ["cluster=h100", "num_gpus=8"], arguments_of(8, 8, 24))
-    assert f"20.0 reserved   {allocated.priced.peak_bytes / 2**30 / 0.85:>10.1f}" in said
+    assert f"20.0 reserved   {allocated.priced.peak_bytes / 2**30 / 0.85:>13.1f}" in said
     assert "GiB" not in shown("1s")
 
 

@@ -181,7 +181,7 @@ def test_a_row_of_zeropp_is_priced_by_its_own_planner() -> None:
 
 def test_other_schedules_have_no_knobs(tmp_path: Path) -> None:
     assert line_of(tmp_path, knobs="unit=4").refusal == "knobs: schedule=1f1b has none"
-    with pytest.raises(UnpredictableError, match="schedule=zeropp: no price with tp=2"):
+    with pytest.raises(UnpredictableError, match="schedule=zeropp: cannot be simulated with tp=2"):
         case_of(row(**ZEROPP_ROW | {"tp": "2", "dp": "2"}))
 
 
@@ -317,7 +317,7 @@ H100 = {"device": "h100", "num_gpus": "8", "tp": "8", "pp": "1", "dp": "1", "sch
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"unit": "ms"}, "set apart: value=1.5: the price is"),
+        ({"unit": "ms"}, "set apart: value=1.5: simulated as"),
         ({"unit": "min", "value": "90"}, "set apart: value=90"),
         ({"value": "0.25"}, "set apart: value=0.25"),  # a sixth of the step
         ({"value": "6"}, "set apart: value=6"),  # four steps

@@ -28,7 +28,7 @@ from benchmarks.report.compare import compare, why_worse, write_comparison
 from benchmarks.report.display import Unit, flops_unit, memory_unit, model_label
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.speedup import ablation_figure, speedup_maps
-from benchmarks.report.table import Column, latex, table, write_table
+from benchmarks.report.table import Column, latex, markdown_table, table, write_table
 from benchmarks.report.tables import paper_grids, paper_table
 from benchmarks.report.timelines import step_timelines, write_traces
 from benchmarks.report.write import grids_of, make_table, report_folder, write_one_table
@@ -534,6 +534,16 @@ def test_what_no_table_has_cannot_be_chosen(tmp_path: Path, wrong: Options, said
 def test_an_empty_table_has_a_header(tmp_path: Path) -> None:
     csv, parquet, *_ = write_table(paper_table(load_frame([tmp_path])[0]), [], tmp_path)
     assert [pd.read_csv(csv).columns[0], pd.read_parquet(parquet).columns[0]] == ["model"] * 2
+
+
+def test_numbers_of_a_markdown_table_stand_on_the_right() -> None:
+    rows = [["8 blocks", "**1.5**", "–", "16 | 8"], ["7B", "~2", "", "none"]]
+    assert markdown_table(["model", "a", "b", "c"], rows).splitlines() == [
+        "| model | a | b | c |",
+        "| --- | ---: | ---: | --- |",
+        "| 8 blocks | **1.5** | – | 16 \\| 8 |",
+        "| 7B | ~2 |  | none |",
+    ]
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex (Debian's texlive)")

@@ -154,7 +154,7 @@ def test_two_sources_are_priced_by_each_others_programs() -> None:
     ]  # fmt: skip
     assert runs[0].in_sample == known["one"].error_of_speed
     assert abs(runs[0].stranger - runs[0].in_sample) > 0.01
-    assert words[0] == "0 runs have no price so"
+    assert words[0] == "0 runs cannot be simulated so"
     assert len(words) == 1 + len(constants())
     alone = [line for line in words if "SERVES ONE SOURCE ALONE: one" in line]
     assert [line.split()[:2] for line in alone] == [

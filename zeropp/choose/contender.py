@@ -124,7 +124,7 @@ class Contender(Generic[K]):
         for name, value in self.runs_with.items():
             if (asked := getattr(knobs, name)) not in ("auto", value):
                 raise InfeasibleError(
-                    f"contender.{name}={asked}: contender={self.name} has it in prices alone "
+                    f"contender.{name}={asked}: contender={self.name} has it in simulation alone "
                     f"(launcher=simulate, zeropp tune, zeropp explain); to run it, use {value}"
                 )
         return replace(cast("Any", knobs), **self.runs_with)  # type: ignore[no-any-return]

@@ -128,7 +128,9 @@ def describe(name: str, reads: Tensors, writes: Tensors, arguments: Mapping[str,
     read, written = sum(map(size_of, reads)), sum(map(size_of, writes))
     in_place = operator.endswith("_") and operator not in _OVERWRITE
     if operator in _UNPRICED:
-        raise NotImplementedError(f"{name}: has no price (leave out 8 bits and grouped products)")
+        raise NotImplementedError(
+            f"{name}: cannot be simulated (leave out 8 bits and grouped products)"
+        )
     if product := product_of(operator, reads, writes, arguments):
         if operator not in PRODUCTS:
             is_backward = isinstance(product, Attention) and "backward" in operator
