@@ -69,6 +69,8 @@ _REFUSED = {
     "--multi-latent-attention": "no price for latent attention",
     "--experimental-attention-variant": "no price for linear and sparse attention",
     "--peft": "no price for adapters",
+    "--rollout-batch-size": "no price for slime's own steps and defaults (give those of its "
+    "training as Megatron-LM's arguments after --)",
     "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
     "config.json)",
     "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
@@ -189,12 +191,12 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
     if cp > 1 and way not in get_args(CpCommType):
         raise SpecError(f"--cp-comm-type={way}: no price (use {', '.join(get_args(CpCommType))})")
     reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
-    size = keys.count("--micro-batch-size")
+    size = keys.number("--micro-batch-size", least=1)
     growing = str(keys.take("--step-batch-size-schedule") or "")  # such as 0:384 200B:768
     if growing:
         reading.named.append(f"--step-batch-size-schedule={growing}: priced with the last batch")
     batch = keys.number("--global-batch-size", *map(int, re.findall(r":(\d+)$", growing)))
-    if batch is None:
+    if batch is None and size:
         batch, reading.batch_per_replica = size * replicate, size
     layers = keys.count("--num-layers")
     per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
@@ -207,7 +209,8 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
         reading.named.append("--pipeline-model-parallel-layout: priced with stages of equal cost")
     reading.model = {"layers": layers}
     reading.free = "replicate"
-    reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
+    reading.settings |= {"num_gpus": num_gpus, "global_batch": batch}
+    reading.settings["microbatch_size"] = size or "auto"
     reading.knobs |= {"tp": tp, "pp": pp, "replicate": replicate, "chunks": chunks}
     reading.knobs["schedule"] = "interleaved_1f1b" if chunks > 1 else "1f1b"
     reading.knobs["sequence_parallel"] = bool(keys.take("--sequence-parallel")) and tp > 1
@@ -262,7 +265,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "ffn": ffn,
         "gated_mlp": gated,
         "vocab": _vocabulary(keys, reading),
-        "seq": keys.number("--seq-length") or keys.count("--encoder-seq-length"),
+        "seq": keys.number("--seq-length") or keys.number("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
         "dropout": max(
             keys.number(f"--{of}-dropout", 0.1, kind=float) for of in ("attention", "hidden")

@@ -212,6 +212,8 @@ def test_the_same_configuration_in_every_dialect() -> None:
         ("case $X in\na) ;;\nesac", "no line runs a training of Megatron-LM"),
         ("if true; then\n", "bash: line 2: syntax error: unexpected end of file"),
         (SCRIPT.replace("--hidden-size 4096", ""), "--hidden-size: missing"),
+        (SCRIPT.replace("-layers 32", "-layers=$(jq .layers sizes.json)"), "layers: has no value"),
+        (f"{SCRIPT.rstrip()} --rollout-batch-size 8", "=8: no price for slime's own steps"),
     ],
 )
 def test_megatron_is_refused_in_one_line(text: str, said: str) -> None:
@@ -357,6 +359,13 @@ def test_a_file_that_says_all_is_priced_though_it_does_not_fit() -> None:
     assert not found.fits
     assert found.asked.plan.layout.replicate == 16
     assert asked.task.shape.name == "llama_4096_48_layers"
+
+
+def test_a_degree_that_does_not_divide_the_model_is_said_beside_open_knobs() -> None:
+    file = str(CHECKOUT / "docs/examples/configurations/llama_config.json")
+    words = ["num_gpus=32", "cluster=h100", "model.seq=4096", "global_batch=64", "model.kv_heads=2"]
+    with pytest.raises(SpecError, match=r"contender\.tp=4: must divide model.kv_heads=2"):
+        answer(ask([file], [*words, "contender.tp=4"], []))
 
 
 HOSTILE = """
@@ -642,15 +651,16 @@ def test_what_accelerate_leaves_open_is_refused(
             "not a YAML file of Megatron-Bridge",
         ),
         ("x.yaml", "recipe: m", "not a YAML file of Megatron-Bridge"),
-        ("x.yaml", "model: m\ntrainer: {}", "not a YAML file of Megatron-Bridge"),
-        ("x.yaml", "model: m\ntrain: {steps: 9}", "not a YAML file of Megatron-Bridge"),
+        ("x.yaml", "model: 1\ntrainer: {}", "not a YAML file of Megatron-Bridge"),
+        ("x.yaml", "model: 1\ntrain: {steps: 9}", "not a YAML file of Megatron-Bridge"),
+        ("x.json", '{"model": "a/b", "model_type": "llama"}', "swift or Primus names its model"),
         (
             "x.yaml",
             "model: {seq_length: 8192}\ntrainer: {}",
-            "of GPT-NeoX, nanotron and NeMo, give",
+            "such as NeMo, GPT-NeoX or OLMo, give",
         ),
-        ("x.yaml", "pipe-parallel-size: 4", "of GPT-NeoX, nanotron and NeMo, give"),
-        ("x.yaml", "parallelism: {}\ntokens: {}", "of GPT-NeoX, nanotron and NeMo, give"),
+        ("x.yaml", "pipe-parallel-size: 4", "such as NeMo, GPT-NeoX or OLMo, give"),
+        ("x.yaml", "parallelism: {}\ntokens: {}", "such as NeMo, GPT-NeoX or OLMo, give"),
         ("x.yaml", "modules: {pre_trainer: {framework: megatron}}", "or Primus names its model"),
         ("x.yaml", "model: {}\ntrain: {}\npeft: {dim: 16}", "--peft=True: no price for adapters"),
         ("x.yaml", "model: {}\ntrain: {}\noptimizer: a\ndataset: c4", "num_gpus: these"),
