@@ -358,6 +358,7 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
         ('cd "${BASH_SOURCE%/*}/.."\nsource of/next.sh\npython a.py --num-layers $SIZE', {}),
         ('for f in "$(dirname "$0")"/s*.sh; do . $f; done\npython a.py --num-layers $SIZE', {}),
         ("python a.py --num-layers $(cat ./size.txt 2>/dev/null)", {}),
+        ("{ N=2; date; } 2>&1 >> of.log\n(cd x\n python a.py --num-layers $N\n ) > b 2> c &", {}),
         ("N=`cat here/size.txt - | tr 3 2`\npython a.py --num-layers $N", {}),
         ('if [ "$(basename "$0" .sh)" = script ]; then N=2; fi\npython a.py --num-layers $N', {}),
     ],
