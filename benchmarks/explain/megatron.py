@@ -135,6 +135,7 @@ def _count_unknown(reading: Reading) -> None:
         reading.named.append(f"{len(unknown)} keys are {UNKNOWN} (-v lists them)")
 
 
+_GATED = ("swiglu", "quick-geglu", "geglu", "gelu-tanh")  # the last two of MindSpeed-LLM
 _OFFLOADED = ("qkv_linear", "core_attn", "attn_proj")  # all modules that a dense block can offload
 
 
@@ -250,7 +251,8 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         )
     if not rope and not biases:
         reading.named.append("--disable-bias-linear: GPT's layers are priced with biases")
-    gated = any([keys.take("--swiglu"), keys.take("--quick-geglu")])
+    gates = [keys.take(f"--{name}") for name in _GATED]
+    gated = any(gates)
     keys.take("--squared-relu"), keys.take("--openai-gelu")
     ffn = keys.number("--ffn-hidden-size")
     ffn = ffn or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
@@ -368,6 +370,11 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     }
     given |= {key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None}
     given["peft"] = bool(tree.get("peft"))
+    if "num_layers" not in given:
+        raise SpecError(
+            "model.num_layers: missing, as in a file of changes to a recipe (give the "
+            "run_config.yaml that cfg.to_yaml writes)"
+        )
     # The length of the rows is trained; a model may allow for more.
     lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
     given["seq_length"] = next(filter(None, lengths), None)

@@ -348,11 +348,12 @@ def test_a_companys_own_flavor_of_torchtitan(tmp_path: Path) -> None:
 
 def test_words_give_what_a_script_leaves_open(tmp_path: Path) -> None:
     sizes = FLAGS.replace("--seq-length 4096", "").replace("--micro-batch-size 1", "")
-    files = {"a.sh": f"torchrun --nproc-per-node 8 pretrain_gpt.py {sizes}"}
+    files = {"a.sh": f"torchrun --nproc-per-node 8 pretrain_gpt.py {sizes} --geglu"}
     with pytest.raises(SpecError, match=r"model\.seq: the file does not say it \(give"):
         asked(tmp_path, files)
     question = asked(tmp_path, files, "model.seq=2048")
     assert (question.task.shape.seq, question.microbatch_size) == (2048, "auto")
+    assert question.task.shape.gated_mlp  # by a flag of MindSpeed-LLM
     assert asked(tmp_path, files, "model.seq=2048", "microbatch_size=2").microbatch_size == 2
 
 

@@ -392,6 +392,9 @@ def test_what_bash_could_not_follow_is_named(tmp_path: Path) -> None:
     assert "exit 1: a check" in named
 
 
+CHANGED = "model: {num_layers: 2}\ntrain: {}"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -413,9 +416,14 @@ def test_what_bash_could_not_follow_is_named(tmp_path: Path) -> None:
         ("x.yaml", "pipe-parallel-size: 4", "such as NeMo, GPT-NeoX or OLMo, give"),
         ("x.yaml", "parallelism: {}\ntokens: {}", "such as NeMo, GPT-NeoX or OLMo, give"),
         ("x.yaml", "modules: {pre_trainer: {framework: megatron}}", "or Primus names its model"),
-        ("x.yaml", "model: {}\ntrain: {}\npeft: {dim: 16}", "--peft=True: no price for adapters"),
-        ("x.yaml", "model: {}\ntrain: {}\noptimizer: a\ndataset: c4", "num_gpus: these"),
-        ("x.yaml", "model: {tensor_model_parallel_size: [1, 2]}\ntrain: {}", "size='1 2': must be"),
+        ("x.yaml", f"{CHANGED}\npeft: {{dim: 16}}", "--peft=True: no price for adapters"),
+        ("x.yaml", f"{CHANGED}\noptimizer: a\ndataset: c4", "num_gpus: these"),
+        ("x.yaml", "model: {seq_length: 512}\ntrain: {train_iters: 9}", "that cfg.to_yaml writes"),
+        (
+            "x.yaml",
+            CHANGED.replace("2}", "2, tensor_model_parallel_size: [1, 2]}"),
+            "'1 2': must be",
+        ),
         ("x.yaml", "- 1", "must hold keys with values"),
         ("x.json", '{"model_type": ["llama"]}', r"model_type=.*llama.*: no price"),
         ("a.toml", "[model]\nname = 8\n[training]\nsteps = 1", "model.name='8', .*: no price"),

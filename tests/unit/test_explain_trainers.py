@@ -38,6 +38,7 @@ def test_huggingface() -> None:
     assert sizes(reading.model) == SHAPE_8B
     assert "give model.seq" in reading.derived[0]
     for change, said in (
+        ({"model_type": "x", "layer_types": ["attention"], "mamba_n_heads": 8}, "are a Llama's"),
         ({"num_local_experts": 8}, "mixtures of experts"),
         ({"model_type": "falcon"}, "model_type='falcon'"),
         ({"kv_lora_rank": 512}, "latent attention"),
