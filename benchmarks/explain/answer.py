@@ -19,7 +19,7 @@ from benchmarks.specification.contenders import ATLAS, PRICED
 from benchmarks.specification.progress import progress_line
 from zeropp.choose.contender import describe
 from zeropp.choose.outcome import Evaluated
-from zeropp.choose.search import search
+from zeropp.choose.search import OOM, search
 from zeropp.choose.task import Candidate
 from zeropp.price import model_flops_per_token
 from zeropp.price.simulator import SimResult
@@ -107,8 +107,10 @@ def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
     own = _search(question.task, question.contender, question.knobs, size, budget_s=search_s)
     if own.winner is not None:
         return own.winner.candidate
+    if own.is_complete and OOM not in own.rejected:  # by simple rules, whose refusal says why
+        return Candidate(question.knobs, 1 if size == "auto" else size)
     if size != "auto" and not set(opened) & set(_DEGREES):
-        return Candidate(question.knobs, size)  # by simple rules: the screen says what misses
+        return Candidate(question.knobs, size)  # the screen says what misses
     task, gib = question.task, question.task.cluster.device.usable_bytes / 2**30
     left = [name for name in _DEGREES if name in opened] + ["microbatch_size"] * (size == "auto")
     more = ", contender.recompute=full" * (getattr(question.knobs, "recompute", "") == "none")

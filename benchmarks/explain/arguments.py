@@ -42,6 +42,11 @@ _AGAINST = {  # what a log says, and the flag that switches it off
 }
 _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
+# A whole group's output into a file, which a restricted bash would not run.
+_TO_FILE = re.compile(
+    r"((?:^|[\s;])(?:\}|\)|done|fi|esac))(?:[ \t]*\d?&?>[>|&]?[ \t]*(?![(>])[^\s;&|)]+)+",
+    re.MULTILINE,
+)
 # Names of Megatron's programs that train no decoder-only model, or train nothing.
 _OTHER_PROGRAM = re.compile(
     r"bert|_t5|retro|vlm|video|sora|generat|infer|quantiz|convert|server|eval"
@@ -99,7 +104,7 @@ def arguments_of_script(
             "explain ..., or use words such as contender.tp=4)"
         )
     allocated = _sizes(_DIRECTIVE.findall(text))
-    text = _PLACEHOLDER.sub("unset", text)
+    text = _TO_FILE.sub(r"\1", _PLACEHOLDER.sub("unset", text))
     commands, complaint = _expanded(text, folder, own, _slurm_variables(allocated, num_gpus))
     launches = [words for words in commands if any(w.endswith(".py") for w in words)]
     alone = [words for words in commands if words[0].startswith("--")]

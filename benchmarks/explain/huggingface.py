@@ -4,6 +4,7 @@ trained, and the files that stand beside it: DeepSpeed's JSON and Accelerate's Y
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -53,6 +54,8 @@ _SIZES = (
     ("hidden_size", "n_embd"),
     ("num_attention_heads", "n_head"),
 )
+_STATES = "state-space and linear-attention layers"
+_ATTEND = {"attention", "full_attention", "sliding_attention"}
 # Beginnings of keys that only layers without a price have.
 _REFUSED = {
     **dict.fromkeys(("num_local_experts", "n_routed_experts"), "mixtures of experts"),
@@ -60,7 +63,7 @@ _REFUSED = {
     "kv_lora_rank": "latent attention",
     **dict.fromkeys(
         ("mamba_", "ssm_", "state_size", "linear_conv", "lru_width", "conv_L", "layers_block_type"),
-        "state-space and linear-attention layers",
+        _STATES,
     ),
 }
 _NEUTRAL: dict[str, tuple[Any, str]] = {
@@ -109,7 +112,10 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
             **text,
         }
     kind = str(values.get("model_type", ""))
+    all_attend = {*re.findall(r"\w+", str(values.get("layer_types")))} <= _ATTEND
     for start, what in _REFUSED.items():
+        if all_attend and what == _STATES:
+            continue  # the file has sizes of layers that its model has not
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):
             raise SpecError(f"{key}={values[key]}: {what} cannot be simulated (model_type={kind})")
     if kind not in KINDS:

@@ -38,6 +38,7 @@ _PEAKS = tuple(
         ("reserved", rf"\bMax_CA {_NUMBER} GB", 2**30),  # DeepSpeed
         ("allocated", rf"\bMaxMemAllocated={_NUMBER}GB", 2**30),  # DeepSpeed's timer
         ("reserved", rf"\bmax_memory_reserved: {_NUMBER}", 1),  # NeMo
+        ("reserved", rf"GPU reserved mem \(GiB\)={_NUMBER}", 2**30),  # OLMo-core
         ("allocated", rf"\bmem {_NUMBER} GiB", 2**30),  # NeMo AutoModel
     )
 )

@@ -64,15 +64,17 @@ _HYBRID = (
     "--hybrid-layer-pattern",
 )
 _REFUSED = {
-    "--num-experts": "mixtures of experts cannot be simulated",
-    "--img-h": "models with vision cannot be simulated",
-    "--multi-latent-attention": "latent attention cannot be simulated",
-    "--experimental-attention-variant": "linear and sparse attention cannot be simulated",
-    "--peft": "adapters cannot be simulated",
-    "--use-megatron-fsdp": "cannot be simulated in Megatron-LM (contender megatron_fsdp can, of a "
-    "model's config.json)",
-    "--use-torch-fsdp2": "FSDP2 under Megatron's pipeline cannot be simulated (contender fsdp can)",
-    **dict.fromkeys(_HYBRID, "state-space layers cannot be simulated"),
+    "--num-experts": "no price for mixtures of experts",
+    "--img-h": "no price for models with vision",
+    "--multi-latent-attention": "no price for latent attention",
+    "--experimental-attention-variant": "no price for linear and sparse attention",
+    "--peft": "no price for adapters",
+    "--rollout-batch-size": "no price for slime's own steps and defaults (give those of its "
+    "training as Megatron-LM's arguments after --)",
+    "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
+    "config.json)",
+    "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
+    **dict.fromkeys(_HYBRID, "no price for state-space layers"),
 }
 _HARMLESS = (
     *("--save", "--load", "--log", "--lr", "--min-lr", "--eval", "--tensorboard", "--wandb"),
@@ -133,6 +135,7 @@ def _count_unknown(reading: Reading) -> None:
         reading.named.append(f"{len(unknown)} keys are {UNKNOWN} (-v lists them)")
 
 
+_GATED = ("swiglu", "quick-geglu", "geglu", "gelu-tanh")  # the last two of MindSpeed-LLM
 _OFFLOADED = ("qkv_linear", "core_attn", "attn_proj")  # all modules that a dense block can offload
 
 
@@ -191,12 +194,12 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
             f"--cp-comm-type={way}: cannot be simulated (use {', '.join(get_args(CpCommType))})"
         )
     reading.knobs["cp_comm_type"] = way if cp > 1 else "p2p"
-    size = keys.count("--micro-batch-size")
+    size = keys.number("--micro-batch-size", least=1)
     growing = str(keys.take("--step-batch-size-schedule") or "")  # such as 0:384 200B:768
     if growing:
         reading.named.append(f"--step-batch-size-schedule={growing}: simulated with the last batch")
     batch = keys.number("--global-batch-size", *map(int, re.findall(r":(\d+)$", growing)))
-    if batch is None:
+    if batch is None and size:
         batch, reading.batch_per_replica = size * replicate, size
     layers = keys.count("--num-layers")
     per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
@@ -211,7 +214,8 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool
         )
     reading.model = {"layers": layers}
     reading.free = "replicate"
-    reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
+    reading.settings |= {"num_gpus": num_gpus, "global_batch": batch}
+    reading.settings["microbatch_size"] = size or "auto"
     reading.knobs |= {"tp": tp, "pp": pp, "replicate": replicate, "chunks": chunks}
     reading.knobs["schedule"] = "interleaved_1f1b" if chunks > 1 else "1f1b"
     reading.knobs["sequence_parallel"] = bool(keys.take("--sequence-parallel")) and tp > 1
@@ -252,8 +256,9 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
             "(--as megatron writes it)"
         )
     if not rope and not biases:
-        reading.named.append("--disable-bias-linear: GPT's layers are simulated with biases")
-    gated = any([keys.take("--swiglu"), keys.take("--quick-geglu")])
+        reading.named.append("--disable-bias-linear: GPT's layers are priced with biases")
+    gates = [keys.take(f"--{name}") for name in _GATED]
+    gated = any(gates)
     keys.take("--squared-relu"), keys.take("--openai-gelu")
     ffn = keys.number("--ffn-hidden-size")
     ffn = ffn or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
@@ -268,7 +273,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "ffn": ffn,
         "gated_mlp": gated,
         "vocab": _vocabulary(keys, reading),
-        "seq": keys.number("--seq-length") or keys.count("--encoder-seq-length"),
+        "seq": keys.number("--seq-length") or keys.number("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
         "dropout": max(
             keys.number(f"--{of}-dropout", 0.1, kind=float) for of in ("attention", "hidden")
@@ -371,6 +376,11 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     }
     given |= {key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None}
     given["peft"] = bool(tree.get("peft"))
+    if "num_layers" not in given:
+        raise SpecError(
+            "model.num_layers: missing, as in a file of changes to a recipe (give the "
+            "run_config.yaml that cfg.to_yaml writes)"
+        )
     # The length of the rows is trained; a model may allow for more.
     lengths = (rows.get("sequence_length"), rows.get("seq_length"), model.get("seq_length"))
     given["seq_length"] = next(filter(None, lengths), None)

@@ -139,6 +139,13 @@ def _tree(path: Path, text: str) -> dict[str, Any]:
         raise SpecError(f"{path}: not a {kind} file: {words}") from None
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: must hold keys with values")
+    named = [key for key in ("base_model", "model_name_or_path", "modules") if key in tree]
+    if named := [*named, *["model"] * isinstance(tree.get("model"), str)]:
+        raise SpecError(
+            f"{path}: a file of axolotl, LLaMA-Factory, swift or Primus names its model alone "
+            f"({named[0]}): give the model's config.json with the file of DeepSpeed or "
+            "Accelerate, or with contender=fsdp; or Megatron-LM's arguments after --"
+        )
     return tree
 
 
@@ -146,17 +153,11 @@ def _read_yaml(path: Path, text: str, num_gpus: int | None) -> Reading:
     tree = _tree(path, text)
     if "distributed_type" in tree:
         raise SpecError(f"{path}: Accelerate's file has no model: give its config.json, too")
-    if named := {"base_model", "model_name_or_path", "modules"} & set(tree):
-        raise SpecError(
-            f"{path}: a file of axolotl, LLaMA-Factory or Primus names its model alone "
-            f"({named.pop()}): give the model's config.json with the file of DeepSpeed or "
-            "Accelerate, or with contender=fsdp; or Megatron-LM's arguments after --"
-        )
     if not all(isinstance(tree.get(key), dict) for key in ("model", "train")):
         raise SpecError(
             f"{path}: not a YAML file of Megatron-Bridge (model, train), of Megatron-LM's tests "
-            "(MODEL_ARGS) or of Accelerate (distributed_type); of GPT-NeoX, nanotron and NeMo, "
-            "give the model's config.json, or Megatron-LM's arguments after --"
+            "(MODEL_ARGS) or of Accelerate (distributed_type); of another trainer, such as NeMo, "
+            "GPT-NeoX or OLMo, give the model's config.json, or Megatron-LM's arguments after --"
         )
     return megatron.read_bridge(tree, num_gpus)
 

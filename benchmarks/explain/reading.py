@@ -70,10 +70,11 @@ class Keys:
     def given(self, key: str, default: Any = None) -> Any:
         """The same of a key that needs a value; raises SpecError where it stands alone."""
         value = self.take(key, default)
-        if value is True and default is not True:
+        if (value is True or value == "") and value != default:
             raise SpecError(
                 f"{key}: has no value (where it is a variable, set it: TP=4 zeropp "
-                "explain ..., and the script's own arguments behind --)"
+                "explain ..., and the script's own arguments behind --; where a command prints "
+                "it, write it into the script)"
             )
         return value
 
@@ -110,7 +111,7 @@ class Keys:
         """A whole number of at least 1, such as a size or a degree; raises SpecError where it is
         none, and where it is missing and has no ``default``."""
         if (number := self.number(key, default, least=1)) is None:
-            raise SpecError(f"{key}: missing; it has no default")
+            raise SpecError(f"{key}: missing; it has no default (write it into the file)")
         return int(number)
 
     def sort_rest(

@@ -114,10 +114,10 @@ def test_launchers_give_the_number_of_gpus(tmp_path: Path, launch: str, num_gpus
     ("old", "new", "said"),
     [
         ("--num-layers 32", "--num-layers", "--num-layers: has no value"),
-        ("--num-layers 32", "--num-layers=$LAYERS", "--num-layers='': must be a whole number"),
+        ("--num-layers 32", "--num-layers=$LAYERS", "--num-layers: has no value"),
         ("-size $SLURM_GPUS_PER_NODE", "-size $TP", "parallel-size: has no value .* TP=4 zeropp"),
         ("--bf16", "--bf16 --normalization $NORM --swiglu", "--normalization: has no value"),
-        ("--bf16", "--bf16 --hidden-dropout=$P", "--hidden-dropout='': must be a number"),
+        ("--bf16", "--bf16 --hidden-dropout=$P", "--hidden-dropout: has no value"),
         ("--bf16", "--bf16 --hidden-dropout --swiglu", "--hidden-dropout: has no value"),
     ],
 )
@@ -349,6 +349,17 @@ def test_a_companys_own_flavor_of_torchtitan(tmp_path: Path) -> None:
         SpecError, match=r"13B_company': cannot be simulated .*\(give model.ffn=N model.vocab"
     ):
         asked(tmp_path, {"a.toml": TITAN}, "num_gpus=64", *words[:-2])
+
+
+def test_words_give_what_a_script_leaves_open(tmp_path: Path) -> None:
+    sizes = FLAGS.replace("--seq-length 4096", "").replace("--micro-batch-size 1", "")
+    files = {"a.sh": f"torchrun --nproc-per-node 8 pretrain_gpt.py {sizes} --geglu"}
+    with pytest.raises(SpecError, match=r"model\.seq: the file does not say it \(give"):
+        asked(tmp_path, files)
+    question = asked(tmp_path, files, "model.seq=2048")
+    assert (question.task.shape.seq, question.microbatch_size) == (2048, "auto")
+    assert question.task.shape.gated_mlp  # by a flag of MindSpeed-LLM
+    assert asked(tmp_path, files, "model.seq=2048", "microbatch_size=2").microbatch_size == 2
 
 
 def test_words_change_a_key_of_the_cluster(tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def test_a_slow_network_is_named_before_another_device() -> None:
         (f"{MEGATRON.format(1, 9)}\nmemory (MB) | max reserved: 20480.0", (20.0, "reserved")),
         (f"{NANOTRON.format(1, 9)}\nPeak reserved: 4096.00MiB.", (4.0, "reserved")),
         (AUTOMODEL.format(2, 8000), (24.9, "allocated")),
+        ("GPU reserved mem (GiB)=30.5\nthroughput/device/TPS=8,000", (30.5, "reserved")),
         ("{'memory(GiB)': '39.34', 'train_speed(iter/s)': '0.5'}", (39.34, "reserved")),
         ("CurrSamplesPerSec=61.3, MemAllocated=6.0GB, MaxMemAllocated=19.5GB", (19.5, "allocated")),
         (f"max_memory_reserved: {30 * 2**30} | train_step_timing in s: 6.08", (30.0, "reserved")),
