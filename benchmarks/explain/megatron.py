@@ -64,17 +64,17 @@ _HYBRID = (
     "--hybrid-layer-pattern",
 )
 _REFUSED = {
-    "--num-experts": "no price for mixtures of experts",
-    "--img-h": "no price for models with vision",
-    "--multi-latent-attention": "no price for latent attention",
-    "--experimental-attention-variant": "no price for linear and sparse attention",
-    "--peft": "no price for adapters",
-    "--rollout-batch-size": "no price for slime's own steps and defaults (give those of its "
+    "--num-experts": "mixtures of experts cannot be simulated",
+    "--img-h": "models with vision cannot be simulated",
+    "--multi-latent-attention": "latent attention cannot be simulated",
+    "--experimental-attention-variant": "linear and sparse attention cannot be simulated",
+    "--peft": "adapters cannot be simulated",
+    "--rollout-batch-size": "slime's own steps and defaults cannot be simulated (give those of its "
     "training as Megatron-LM's arguments after --)",
-    "--use-megatron-fsdp": "no price in Megatron-LM (contender megatron_fsdp has one, of a model's "
-    "config.json)",
-    "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
-    **dict.fromkeys(_HYBRID, "no price for state-space layers"),
+    "--use-megatron-fsdp": "cannot be simulated in Megatron-LM (contender megatron_fsdp can, of a "
+    "model's config.json)",
+    "--use-torch-fsdp2": "FSDP2 under Megatron's pipeline cannot be simulated (contender fsdp can)",
+    **dict.fromkeys(_HYBRID, "state-space layers cannot be simulated"),
 }
 _HARMLESS = (
     *("--save", "--load", "--log", "--lr", "--min-lr", "--eval", "--tensorboard", "--wandb"),
@@ -256,7 +256,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
             "(--as megatron writes it)"
         )
     if not rope and not biases:
-        reading.named.append("--disable-bias-linear: GPT's layers are priced with biases")
+        reading.named.append("--disable-bias-linear: GPT's layers are simulated with biases")
     gates = [keys.take(f"--{name}") for name in _GATED]
     gated = any(gates)
     keys.take("--squared-relu"), keys.take("--openai-gelu")

@@ -109,10 +109,10 @@ def _published(task: Task) -> Iterator[str]:
         tokens = row.global_batch * row.seq / row.num_gpus
         reached = tokens / measured_s(row, cluster_of(row).device)
         error = float(run["predicted"]) / row.measured
-        priced = reached * (1 / error if row.measure.kind == "time" else error)
+        simulated = reached * (1 / error if row.measure.kind == "time" else error)
         degrees = " ".join(f"{name}={getattr(row, name)}" for name in ("tp", "pp", "cp"))
         plan = f"Published run of this case: {row.program} {degrees} zero{row.zero}"
-        words = f"{reached:,.0f} tokens/s/GPU measured, {priced:,.0f} priced ({row.source})."
+        words = f"{reached:,.0f} tokens/s/GPU measured, {simulated:,.0f} simulated ({row.source})."
         found[plan] = max(found.get(plan, (0.0, "")), (reached, words))
     yield from (f"{plan}, {words}" for plan, (_, words) in found.items())
 

@@ -179,7 +179,7 @@ def test_the_same_configuration_in_every_dialect() -> None:
         ("if true; then\n", "bash: line 2: syntax error: unexpected end of file"),
         (SCRIPT.replace("--hidden-size 4096", ""), "--hidden-size: missing"),
         (SCRIPT.replace("-layers 32", "-layers=$(jq .layers sizes.json)"), "layers: has no value"),
-        (f"{SCRIPT.rstrip()} --rollout-batch-size 8", "=8: no price for slime's own steps"),
+        (f"{SCRIPT.rstrip()} --rollout-batch-size 8", "=8: slime's own steps"),
     ],
 )
 def test_megatron_is_refused_in_one_line(text: str, said: str) -> None:
@@ -416,7 +416,7 @@ CHANGED = "model: {num_layers: 2}\ntrain: {}"
         ("x.yaml", "pipe-parallel-size: 4", "such as NeMo, GPT-NeoX or OLMo, give"),
         ("x.yaml", "parallelism: {}\ntokens: {}", "such as NeMo, GPT-NeoX or OLMo, give"),
         ("x.yaml", "modules: {pre_trainer: {framework: megatron}}", "or Primus names its model"),
-        ("x.yaml", f"{CHANGED}\npeft: {{dim: 16}}", "--peft=True: no price for adapters"),
+        ("x.yaml", f"{CHANGED}\npeft: {{dim: 16}}", "--peft=True: adapters cannot be simulated"),
         ("x.yaml", f"{CHANGED}\noptimizer: a\ndataset: c4", "num_gpus: these"),
         ("x.yaml", "model: {seq_length: 512}\ntrain: {train_iters: 9}", "that cfg.to_yaml writes"),
         (

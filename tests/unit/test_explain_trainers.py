@@ -49,11 +49,11 @@ def test_huggingface() -> None:
     apertus = huggingface.read(LLAMA | {"model_type": "apertus", "hidden_dropout": 0.0}, 8)
     assert (apertus.model["gated_mlp"], len(apertus.named)) == (False, 1)  # norms of queries, keys
     window = huggingface.read(LLAMA | {"sliding_window": 4096}, 8)
-    assert window.named == ["sliding_window=4096: attention is priced over the whole sequence"]
+    assert window.named == ["sliding_window=4096: attention is simulated over the whole sequence"]
     seen = {"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text"}}
     text = huggingface.read(seen, 8)
     assert (text.model["head_width"], text.model["tied_embeddings"]) == (256, False)
-    assert "model_type=gemma3: its text alone is priced" in text.named
+    assert "model_type=gemma3: its text alone is simulated" in text.named
     seen = {"model_type": "qwen3_vl", "text_config": LLAMA | {"model_type": "qwen3_vl_text"}}
     assert sizes(huggingface.read(seen, 8).model) == sizes(huggingface.read(LLAMA, 8).model)
 
@@ -135,9 +135,9 @@ def test_an_optimizer_that_is_not_adam_is_named(tmp_path: Path) -> None:
     for kind, named in (("AdamW", False), ("Muon", True)):
         text = DEEPSPEED.replace('"made_up"', f'"optimizer": {{"type": "{kind}"}}, "made_up"')
         asked = beside_llama(tmp_path, "d.json", text, "num_gpus=16")
-        assert any("priced with Adam" in line for line in asked.reading.named) == named
+        assert any("simulated with Adam" in line for line in asked.reading.named) == named
         reading = torchtitan.read(f'{TOML}\n[optimizer]\nname = "{kind}"', 64)
-        assert any("priced with Adam" in line for line in reading.named) == named
+        assert any("simulated with Adam" in line for line in reading.named) == named
 
 
 @pytest.mark.parametrize(("ranks", "read"), [(8, 8), (16, 1), (32, 1), (0, 1)])
@@ -156,12 +156,12 @@ def test_a_second_copy_of_zero_plus_plus_is_one_over_fewer_ranks(
     ("text", "precision", "derived"),
     [
         (DEEPSPEED, "bf16", ""),
-        (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: priced in bf16"),
+        (DEEPSPEED.replace("true", '"auto"'), "bf16", "bf16.enabled=auto: simulated in bf16"),
         (DEEPSPEED.replace("true", "false"), "fp32", ""),
         (DEEPSPEED.replace("bf16", "torch_autocast"), "bf16", ""),
-        (DEEPSPEED.replace("bf16", "fp16"), "bf16", "fp16.enabled: priced as bf16"),
-        (ACCELERATE.replace("bf16", "fp16"), "bf16", "mixed_precision=fp16: priced as bf16"),
-        (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: priced in fp32"),
+        (DEEPSPEED.replace("bf16", "fp16"), "bf16", "fp16.enabled: simulated as bf16"),
+        (ACCELERATE.replace("bf16", "fp16"), "bf16", "mixed_precision=fp16: simulated as bf16"),
+        (ACCELERATE.replace("bf16", "'no'"), "fp32", "mixed_precision=no: simulated in fp32"),
     ],
 )
 def test_precision_that_the_file_leaves_to_the_script(
@@ -207,16 +207,24 @@ def test_what_stands_beside_accelerates_section_of_deepspeed_is_named(tmp_path: 
     assert beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=32").microbatch_size == 2
     with pytest.raises(SpecError, match="=4 x 4 data-parallel ranks x N"):
         beside_llama(tmp_path, "a.yaml", accumulates, "global_batch=24")
-    with pytest.raises(SpecError, match="mixed_precision=fp8: no price beside DeepSpeed"):
+    with pytest.raises(
+        SpecError, match="mixed_precision=fp8: cannot be simulated beside DeepSpeed"
+    ):
         beside_llama(tmp_path, "a.yaml", INLINE.replace("bf16\n", "fp8\n"), "global_batch=128")
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ((DEGREES, DEGREES.replace("dp_shard", "tp")), "tp_size=2: no price .* contender.tp=2"),
+        (
+            (DEGREES, DEGREES.replace("dp_shard", "tp")),
+            "tp_size=2: cannot be simulated .* contender.tp=2",
+        ),
         (("num_processes: 16", ""), "the file does not say it .give num_gpus=N"),
-        (("HYBRID_SHARD", "NO_SHARD"), "=NO_SHARD: no price .use FULL_SHARD, HYBRID_SHARD or"),
+        (
+            ("HYBRID_SHARD", "NO_SHARD"),
+            "=NO_SHARD: cannot be simulated .use FULL_SHARD, HYBRID_SHARD or",
+        ),
     ],
 )
 def test_what_accelerate_leaves_open_is_refused(

@@ -102,7 +102,7 @@ def test_published_runs_of_the_very_case_are_named() -> None:
     )  # fmt: skip
     (run, answer) = lines([], case)
     assert run.startswith("Published run of this case: nemo_h100 tp=8 pp=8 cp=2 zero1, 207 tokens")
-    assert "214 priced" in run
+    assert "214 simulated" in run
     assert answer.endswith("Cannot be told: no plan fits.")
 
 
