@@ -136,7 +136,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
         return plan
     if layout.pp == 1 or plan.recompute == "none":
         raise InfeasibleError(
-            f"contender.cpu_checkpointing=True: is simulated where a pipeline recomputes blocks, "
+            f"contender.cpu_checkpointing=True: simulated where a pipeline recomputes blocks, "
             f"not with contender.pp={layout.pp} contender.recompute={plan.recompute} (use false)",
             "nothing recomputed whose inputs the host could keep",
         )

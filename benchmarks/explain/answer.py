@@ -114,7 +114,7 @@ def settled(question: Question, search_s: float = SEARCH_S) -> Candidate[Any]:
     task, gib = question.task, question.task.cluster.device.usable_bytes / 2**30
     left = [name for name in _DEGREES if name in opened] + ["microbatch_size"] * (size == "auto")
     more = ", contender.recompute=full" * (getattr(question.knobs, "recompute", "") == "none")
-    host = [f"; {line}" for line in question.reading.named if "the host's memory" in line]
+    host = [f"; {line}" for line in question.reading.named if "without offloading" in line]
     found = "no plan with these settings fits"
     if not own.is_complete:
         found = f"in {search_s:.0f} s of CPU time no plan with these settings was found that fits"

@@ -44,7 +44,8 @@ _OF_A_MODEL = {"--num-layers", "--hidden-size"}
 _PLACEHOLDER = re.compile(r"(?<!<)<[A-Z][A-Za-z]+ [^<>\n|&;]+>")  # such as <PATH TO DATA>
 # A whole group's output into a file, which a restricted bash would not run.
 _TO_FILE = re.compile(
-    r"((?:^|[\s;])(?:\}|\)|done|fi|esac))(?:[ \t]*\d?&?>[>|&]?[ \t]*(?![(>])[^\s;&|)]+)+",
+    r"((?:^|[\s;])(?:\}|\)|done|fi|esac))(?:[ \t]*\d?&?>[>|&]?[ \t]*(?![(>])"
+    r"""(?:"[^"\n]*"|'[^'\n]*'|\$\([^()\n]*\)|`[^`\n]*`|\$\{[^}\n]*\}|[^\s;&|()"'`])+)+""",
     re.MULTILINE,
 )
 # Names of Megatron's programs that train no decoder-only model, or train nothing.
@@ -89,6 +90,22 @@ def arguments_of_log(text: str) -> Arguments:
     return {flag: True if value == "True" else value for flag, value in given.items()}
 
 
+def _started(commands: Sequence[list[str]]) -> list[tuple[list[str], Arguments]]:
+    """The commands that start a program with flags, and these flags."""
+    launches = [words for words in commands if any(w.endswith(".py") for w in words)]
+    alone = [words for words in commands if words[0].startswith("--")]
+    if launches and alone:
+        raise SpecError(
+            f"{alone[0][0]}: begins a command of its own, which no training gets (is there a blank "
+            "behind the backslash of the line before it?)"
+        )
+    return [
+        (words, given)
+        for words in (*launches, *alone)
+        if (given := arguments_of(words[_program(words) + 1 :]))
+    ]
+
+
 def arguments_of_script(
     text: str, folder: Path, num_gpus: int | None = None, own: Sequence[str] = ()
 ) -> tuple[Arguments, int | None, list[str]]:
@@ -104,21 +121,14 @@ def arguments_of_script(
             "explain ..., or use words such as contender.tp=4)"
         )
     allocated = _sizes(_DIRECTIVE.findall(text))
-    text = _TO_FILE.sub(r"\1", _PLACEHOLDER.sub("unset", text))
-    commands, complaint = _expanded(text, folder, own, _slurm_variables(allocated, num_gpus))
-    launches = [words for words in commands if any(w.endswith(".py") for w in words)]
-    alone = [words for words in commands if words[0].startswith("--")]
-    if launches and alone:
-        raise SpecError(
-            f"{alone[0][0]}: begins a command of its own, which no training gets (is there a blank "
-            "behind the backslash of the line before it?)"
-        )
-    started = [
-        (words, given)
-        for words in (*launches, *alone)
-        if (given := arguments_of(words[_program(words) + 1 :]))
-    ]
-    of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
+    text, variables = _PLACEHOLDER.sub("unset", text), _slurm_variables(allocated, num_gpus)
+    for written in dict.fromkeys((text, _TO_FILE.sub(r"\1", text))):
+        commands, complaint = _expanded(written, folder, own, variables)
+        started = _started(commands)
+        of_models = [pair for pair in started if _OF_A_MODEL & set(pair[1])]
+        sizes = [given.get(flag) for _, given in of_models[-1:] for flag in _OF_A_MODEL]
+        if sizes and not {"", True} & {*sizes}:
+            break
     if not of_models:
         last = [
             f"; {words[_program(words)]} has no --num-layers"

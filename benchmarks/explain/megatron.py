@@ -69,11 +69,11 @@ _REFUSED = {
     "--multi-latent-attention": "latent attention cannot be simulated",
     "--experimental-attention-variant": "linear and sparse attention cannot be simulated",
     "--peft": "adapters cannot be simulated",
-    "--rollout-batch-size": "slime's own steps and defaults cannot be simulated (give those of its "
-    "training as Megatron-LM's arguments after --)",
-    "--use-megatron-fsdp": "cannot be simulated in Megatron-LM (contender megatron_fsdp can, of a "
-    "model's config.json)",
-    "--use-torch-fsdp2": "FSDP2 under Megatron's pipeline cannot be simulated (contender fsdp can)",
+    "--rollout-batch-size": "slime's own steps and defaults cannot be simulated (give the "
+    "arguments of its training, Megatron-LM's, after --)",
+    "--use-megatron-fsdp": "cannot be simulated in Megatron-LM (use contender=megatron_fsdp with "
+    "the model's config.json)",
+    "--use-torch-fsdp2": "FSDP2 under Megatron's pipeline cannot be simulated (use contender=fsdp)",
     **dict.fromkeys(_HYBRID, "state-space layers cannot be simulated"),
 }
 _HARMLESS = (
@@ -257,11 +257,10 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         )
     if not rope and not biases:
         reading.named.append("--disable-bias-linear: GPT's layers are simulated with biases")
-    gates = [keys.take(f"--{name}") for name in _GATED]
-    gated = any(gates)
+    gates = {name for name in _GATED if keys.take(f"--{name}")}
     keys.take("--squared-relu"), keys.take("--openai-gelu")
     ffn = keys.number("--ffn-hidden-size")
-    ffn = ffn or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
+    ffn = ffn or (int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in gates else 4 * hidden)
     channels = keys.number("--kv-channels")
     family = "llama" if rope else "gpt"
     return reading.model | {
@@ -271,7 +270,7 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": groups if grouped else heads,
         "ffn": ffn,
-        "gated_mlp": gated,
+        "gated_mlp": bool(gates),
         "vocab": _vocabulary(keys, reading),
         "seq": keys.number("--seq-length") or keys.number("--encoder-seq-length"),
         "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
@@ -325,8 +324,7 @@ def _traits(keys: Keys, reading: Reading) -> None:
     fused = keys.given("--cross-entropy-fusion-impl", "native") == "te"
     if fusion and not fused:
         reading.named.append(
-            "--cross-entropy-loss-fusion: simulated without, since only the implementation te can "
-            "be"
+            "--cross-entropy-loss-fusion: simulated without (only the implementation te is known)"
         )
     backend = keys.given("--attention-backend", "auto")
     reading.traits |= {
@@ -376,7 +374,7 @@ def read_bridge(tree: Mapping[str, Any], num_gpus: int | None) -> Reading:
     }
     given |= {key: mixed[key] for key in _BRIDGE_MIXED if mixed.get(key) is not None}
     given["peft"] = bool(tree.get("peft"))
-    if "num_layers" not in given:
+    if "num_layers" not in given and not given["peft"]:
         raise SpecError(
             "model.num_layers: missing, as in a file of changes to a recipe (give the "
             "run_config.yaml that cfg.to_yaml writes)"

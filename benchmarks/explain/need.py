@@ -123,5 +123,7 @@ def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:
     ratio = steps.get(True, float("inf")) / steps.get(False, float("inf"))
     one = len({program_label(best.name) for best in fastest.values()}) == 1
     text = need_text(ratio, one_program=one, is_cut=bool(cut))
-    more = f" Cut: {'; '.join(cut)} (zeropp tune with budget=600 searches for ten minutes)."
+    more = (
+        f" Cut: {'; '.join(cut)} (a larger budget= of zeropp tune searches longer, such as 600 s)."
+    )
     return text + more * bool(cut)

@@ -70,7 +70,7 @@ class Keys:
     def given(self, key: str, default: Any = None) -> Any:
         """The same of a key that needs a value; raises SpecError where it stands alone."""
         value = self.take(key, default)
-        if (value is True or value == "") and value != default:
+        if (value is True or value == "") and value is not default:
             raise SpecError(
                 f"{key}: has no value (where it is a variable, set it: TP=4 zeropp "
                 "explain ..., and the script's own arguments behind --; where a command prints "

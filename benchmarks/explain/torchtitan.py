@@ -253,7 +253,7 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
         )
         if not schedule:
             raise SpecError(
-                f"pipeline_parallel_schedule={asked!r}: cannot be simulated (known: "
+                f"pipeline_parallel_schedule={asked!r}: cannot be simulated (use one of "
                 f"{', '.join(_SCHEDULES)})"
             )
         chunks = _chunks(keys, reading.model.get("layers"), pp, schedule)
@@ -305,7 +305,8 @@ def _recompute(keys: Keys, reading: Reading) -> None:
     option = str(keys.take("activation_checkpoint.selective_ac_option", "2"))
     if mode not in ("none", "selective", "full"):
         raise SpecError(
-            f"activation_checkpoint.mode={mode!r}: cannot be simulated (none, selective, full)"
+            f"activation_checkpoint.mode={mode!r}: cannot be simulated (use none, selective or "
+            "full)"
         )
     if mode == "selective" and option not in ("op", "1", "2"):
         reading.named.append(f"selective_ac_option={option}: simulated as every second block")

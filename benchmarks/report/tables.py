@@ -410,6 +410,6 @@ def as_table(data: pd.DataFrame) -> Table:
     ]
     caption = (
         f"Model {flops.name} per {worker}; share of peak and {total} of all {worker}s are the "
-        "fastest one's; a gap is by how much a search may have missed the best plan."
+        "fastest one's; a gap is by how much a search may have missed its space's best."
     )
     return table("scaling", "Scaling", tuple(columns), data, caption=caption)

@@ -118,8 +118,8 @@ def show(task: Task, bests: list[Best], tolerance: float) -> None:
     )
     table = table_of_plans(title, heads, lines)
     table.caption = (
-        f"gap: by how much a plan that was left out may be faster, if by more than {tolerance:.0%} "
-        "(tolerance=)."
+        "gap: by how much a plan that was not looked at may be faster, of those that may be by "
+        f"more than {tolerance:.0%} (tolerance=)."
     )
     if narrow:
         plans = [f"{b.label}: {describe(b.winner.plan)}" for b in bests if b.winner]

@@ -358,7 +358,8 @@ def test_words_give_what_a_script_leaves_open(tmp_path: Path) -> None:
         asked(tmp_path, files)
     question = asked(tmp_path, files, "model.seq=2048")
     assert (question.task.shape.seq, question.microbatch_size) == (2048, "auto")
-    assert question.task.shape.gated_mlp  # by a flag of MindSpeed-LLM
+    shape = question.task.shape  # MindSpeed-LLM's flag leaves Megatron's size
+    assert (shape.gated_mlp, shape.ffn) == (True, 4 * shape.hidden)
     assert asked(tmp_path, files, "model.seq=2048", "microbatch_size=2").microbatch_size == 2
 
 

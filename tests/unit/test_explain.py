@@ -359,6 +359,8 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
         ('for f in "$(dirname "$0")"/s*.sh; do . $f; done\npython a.py --num-layers $SIZE', {}),
         ("python a.py --num-layers $(cat ./size.txt 2>/dev/null)", {}),
         ("{ N=2; date; } 2>&1 >> of.log\n(cd x\n python a.py --num-layers $N\n ) > b 2> c &", {}),
+        ('{ N=2; } > "$D/$(date +%F) a.txt"\npython a.py --num-layers $N', {}),
+        ("while :; do sleep 9; done > of.log 2>&1 &\npython a.py --num-layers 2", {}),
         ("N=`cat here/size.txt - | tr 3 2`\npython a.py --num-layers $N", {}),
         ('if [ "$(basename "$0" .sh)" = script ]; then N=2; fi\npython a.py --num-layers $N', {}),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.explain import huggingface, torchtitan
+from benchmarks.explain.answer import settled
 from benchmarks.explain.question import Question, ask
 from benchmarks.specification import SpecError
 from tests.unit.explained_files import DEEPSPEED, LLAMA, SHAPE_8B, TOML, sizes
@@ -107,6 +108,14 @@ def test_trainers_around_a_model_of_hugging_face(
     assert sizes(asked.reading.model) == SHAPE_8B
     assert any("made_up=1: not known here" in line for line in asked.reading.named)
     assert not any("made_up=None" in line for line in asked.reading.named)  # null: not set
+
+
+def test_what_does_not_fit_says_that_offloading_was_left_out(tmp_path: Path) -> None:
+    sent = DEEPSPEED.replace("2}", '3, "offload_optimizer": {"device": "cpu"}}')
+    sent = "{" + sent[sent.index('"bf16"') :]  # it leaves the microbatch open
+    one = beside_llama(tmp_path, "d.json", sent, "num_gpus=1", "global_batch=4")
+    with pytest.raises(SpecError, match=r"fits .*offload_optimizer.* without offloading"):
+        settled(one)
 
 
 def test_sizes_that_deepspeeds_file_leaves_open_are_its_defaults_or_the_trainers(

@@ -260,7 +260,8 @@ def search(
 
     ``asked``: knobs; those that are ``auto`` are searched, and by default all are. A
     configuration is not simulated unless its bound is below the winner's step by more than the
-    share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
+    share ``tolerance``, so none of the space can be faster than the winner by more; other
+    values than the space's, such as sizes of buckets, are tried beside the winner. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner; where half of it has found nothing that fits, what
     recomputes most comes first, and where four times as much has not, nothing does. ``known``:

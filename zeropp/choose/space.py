@@ -237,7 +237,8 @@ _LARGE = 4096  # a number beside which others by a few make no difference
 
 def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
     """(knobs, microbatch size) beside the best candidate that was found, with one setting changed
-    that ``asked`` leaves open, or two degrees; what fits only the old one is ``auto`` again."""
+    that ``asked`` leaves open, two degrees, or the size with what is recomputed; what fits only the
+    old one is ``auto`` again."""
     knobs, size = best.knobs, best.microbatch_size
     values = vars(knobs)
     names = [n for n, value in vars(asked).items() if value == "auto" and n not in _IN_FAMILIES]
