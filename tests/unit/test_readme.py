@@ -15,7 +15,7 @@ QUESTIONS = [
     "where parameters are gathered",
     "how a DeepSpeed run starts",
     "where a record is written",
-    "what prices a matrix product",
+    "what a matrix product takes",
     "how to add a contender",
 ]
 
