@@ -14,10 +14,12 @@ from baselines.torch_pp.contender import (
     UNSPLIT,
     TorchPPKnobs,
     TorchtitanKnobs,
+    torch_schedule,
 )
 from benchmarks.specification.contenders import COMPARED, PRICED
 from tests.unit.simulated_task import task
 from zeropp.price.programs import program_named
+from zeropp.schedule.legality import ScheduleError
 from zeropp.types.layout import InfeasibleError
 
 
@@ -38,6 +40,16 @@ def test_a_compiled_split_backward_is_refused(schedule: str) -> None:
     asked = TorchtitanKnobs(pp=2, schedule=schedule)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match="torch cannot split a compiled backward"):
         TORCHTITAN.size(task(4, 8), asked, 1)
+
+
+def test_a_step_of_groups_that_are_larger_than_a_round_is_told_by_no_shorter_one() -> None:
+    asked = TorchPPKnobs(pp=8, chunks=2, schedule="interleaved_1f1b")
+    for microbatches, period in ((63, 63), (64, 8)):
+        assert TORCH_PP.size(task(8, microbatches), asked, 1).period == period
+    with pytest.raises(ScheduleError, match="every rank waits"):
+        torch_schedule(
+            "interleaved_1f1b", num_ranks=16, chunks=3, num_microbatches=56, gathered=True
+        )
 
 
 def test_some_blocks_of_a_stage_are_recomputed_wherever_the_program_can() -> None:

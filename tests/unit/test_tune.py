@@ -162,7 +162,7 @@ def test_a_climb_may_ask_for_more_than_it_then_misses() -> None:
     """As that of ``explain``, which takes less time."""
     strict, loose = (
         search(
-            task(16, 32),
+            task(16, 64),
             ZEROPP,
             ZeroppKnobs(offload_blocks=0),
             tolerance=0.06,
@@ -230,6 +230,14 @@ def test_the_baseline_may_use_all_that_its_software_has() -> None:
     assert any(layout.replicate_zero for layout in layouts)
     plans = [plan for _, plan in everything("deepspeed_3d", FEWER)]
     assert {plan.schedule.name for plan in plans} == {"1f1b"}
+
+
+def test_embedding_and_head_may_be_chunks_of_their_own() -> None:
+    what = task(8, 32)
+    what = replace(what, shape=replace(what.shape, layers=14))
+    assert (8, 2) in {
+        (plan.layout.pp, plan.layout.chunks) for _, plan in everything("megatron_core", what)
+    }
 
 
 def test_what_was_asked_for_is_kept_and_the_rest_is_searched() -> None:

@@ -351,6 +351,18 @@ def test_a_bound_counts_a_microbatchs_way_through_all_stages(microbatches: int) 
     assert 0.6 * step_s < least_compute_s(plan, pass_times(plan, what.cluster)) <= step_s
 
 
+@pytest.mark.parametrize(("chunks", "batch"), [(2, 8), (4, 16)])
+def test_a_bound_counts_the_wait_for_the_first_backward(chunks: int, batch: int) -> None:
+    what = on_cluster("h100", 8, batch, layers=48)
+    knobs = Best3DKnobs(tp=1, pp=8, replicate=1, chunks=chunks, schedule="interleaved_zb")
+    plan = BEST_3D.size(what, knobs, 1)
+    price = price_plan(plan, what.cluster)
+    (order,) = BEST_3D.plans(plan, price)
+    step_s = simulate(order, what.cluster, price=price).step_s
+    assert 0.93 * step_s < least_step_s(plan, price) <= step_s * SLACK
+    assert 0.84 * step_s < least_compute_s(plan, pass_times(plan, what.cluster)) <= step_s
+
+
 def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
     what = on_cluster("h100", 16, 64, layers=24)
     asked = ZeroppKnobs(

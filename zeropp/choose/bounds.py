@@ -50,6 +50,12 @@ class Latency:
         forwards, backwards = self.turn - self.to[stage], self.back[-1] - self.back[stage]
         return forwards + self.backward[-1] + backwards + self.weight[stage]
 
+    def first_backward_s(self, stage: int) -> float:
+        """The seconds until the first backward of a stage may begin: it has come through all
+        stages, and back."""
+        turned = self.turn + self.backward[-1] + self.back[-1]
+        return turned - self.back[stage] - self.backward[stage]
+
     @classmethod
     def of(cls, plan: SizedPlan, price: StepTimes) -> Latency:
         """The latencies of a priced plan."""
@@ -310,21 +316,41 @@ def least_compute_s(plan: SizedPlan, passes: Sequence[tuple[float, float, float]
     schedule, split = plan.schedule, splits(plan)
     steps_overlap = program_named(plan.program).post_validation
     m, arrive, back = schedule.num_microbatches, 0.0, 0.0
-    # For every rank, the seconds of the stages before its first one: of forwards, of backwards.
+    # For every rank, the seconds of the stages before its first one: of forwards, of backwards;
+    # and of backwards up to its last one.
     begin: dict[int, tuple[float, float]] = {}
+    turned: dict[int, float] = {}
+    forwards: dict[int, list[float]] = {}
     work, weights = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     for rank, (forward, input_, weight) in zip(schedule.stage_rank, passes, strict=True):
         begin.setdefault(rank, (arrive, back))
+        forwards.setdefault(rank, []).append(forward)
         work[rank] += m * (forward + input_ + weight)
         weights[rank] += m * weight if split else 0.0
         turn = input_ if split else input_ + weight
         arrive += forward
         back += turn
+        turned[rank] = back
     worst = arrive + back + (m - 1) * (forward + turn)
     for rank, (to, fro) in begin.items():
-        rank_s = work[rank] if steps_overlap else to + work[rank]
+        after = work[rank] - _first_forwards_s(plan, rank, forwards[rank])
+        rank_s = max(to + work[rank], arrive + back - turned[rank] + after)
+        rank_s -= to if steps_overlap else 0.0
         worst = max(worst, rank_s, to + work[rank] - weights[rank] + fro)
     return worst * (1.0 - _ROUNDING)
+
+
+def _first_forwards_s(plan: SizedPlan, rank: int, seconds: list[float]) -> float:
+    """The most seconds of the forwards that a rank makes before its first backward; ``seconds`` are
+    those of one microbatch in each of its chunks."""
+    name, m, pp = plan.schedule.name, plan.num_microbatches, plan.layout.pp
+    if name in ("1f1b", "zb_h1"):
+        return min(m, pp - rank) * seconds[0]
+    every, interleaves = m * sum(seconds), name in ("interleaved_1f1b", "interleaved_zb")
+    if not interleaves or m % pp:  # groups may be larger
+        return every
+    last = pp - rank if name == "interleaved_zb" else 2 * (pp - rank) - 1
+    return min(every, pp * sum(seconds[:-1]) + last * max(seconds))
 
 
 def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -> float:
@@ -334,10 +360,11 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
     A rank starts no sooner than a microbatch has come through the stages before its first one,
     unless steps overlap, and than its first stage is gathered. Its compute takes the time of all
     its microbatches, and its link that of all its gathers and reductions; after its last weight
-    gradient come at least the reductions of one stage. After its last input gradient, the gradient
-    still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
-    activations are capped, a rank fills and drains slowly (``_capped_s``). Compute waits for copies
-    to and from the host (``_waits_s``).
+    gradient come at least the reductions of one stage. Its first backward has come through all
+    stages and back, and only so many forwards are before it (``_first_forwards_s``). After its last
+    input gradient, the gradient still goes back to stage 0, whose rank then makes the weight
+    gradient that belongs to it. Where activations are capped, a rank fills and drains slowly
+    (``_capped_s``). Compute waits for copies to and from the host (``_waits_s``).
     """
     ranks = range(plan.schedule.num_ranks)
     works = [_work_s(plan, price, stages) for stages in map(plan.schedule.stages_of, ranks)]
@@ -364,7 +391,14 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
         if plan.offloaded_stages or (plan.activation_cap and not any_unit):
             phases = _phases(plan, slowed, latency, stages)
             work_s += _waits_s(plan, *phases, any_unit)
-        rank_s = work_s + copied + (0.0 if price.steps_overlap else start)
+        costs = [slowed.stages[s] for s in stages]
+        turned_s = latency.first_backward_s(stages[-1])
+        turned_s += plan.num_microbatches * sum(cost.compute for cost in costs)
+        turned_s -= _first_forwards_s(plan, rank, [cost.forward for cost in costs])
+        if price.steps_overlap:
+            rank_s = max(work_s + copied, turned_s - latency.to[first])
+        else:
+            rank_s = max(start + work_s + copied, turned_s)
         worst = max(worst, max(rank_s + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:
             weights = sum(slowed.stages[s].backward_weight for s in stages) * splits(plan)
@@ -449,13 +483,12 @@ def _capped_s(
     if most >= m * len(stages):
         return 0.0  # all forwards may come before the first backward
     tail, last = latency.backward[-1], stages[-1]
-    begin = latency.backward[last]
-    first_backward = latency.turn + tail + latency.back[-1] - latency.back[last] - begin
     after_forward = latency.turn - latency.to[last] - costs[last].forward + tail + latency.back[-1]
     forwards = max(costs[s].forward for s in stages)
     backwards = max(costs[s].backward_input + costs[s].backward_weight for s in stages)
     between = max(0.0, m * sum(costs[s].compute for s in stages) - most * (forwards + backwards))
-    return first_backward + between + after_forward + latency.weight[0]
+    first_backward_s = latency.first_backward_s(last)
+    return first_backward_s + between + after_forward + latency.weight[0]
 
 
 def _held_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
@@ -578,8 +611,7 @@ def _in_turn_s(
     unit = plan.schedule.unit
     whole, rest = divmod(plan.num_microbatches, unit)
     first, last = stages[0], stages[-1]
-    turned = latency.turn - latency.to[last] + latency.backward[-1]
-    turned += latency.back[-1] - latency.back[last] - latency.backward[last]
+    turned = latency.first_backward_s(last) - latency.to[last]
     forwards_s, backwards_s = (
         whole * of.seconds(unit) + (of.seconds(rest) if rest else 0.0)
         for of in (forwards, backwards)

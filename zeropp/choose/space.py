@@ -138,12 +138,13 @@ def chunk_choices(
 ) -> Iterator[tuple[int, Recompute, int | Auto]]:
     """(chunks per rank, kind of recomputation, number of blocks per stage) to try, where ``known``
     are the numbers of chunks and ``kinds`` the recomputation that the contender may have. Where
-    more than one number is known, the one that leaves one block per chunk is tried, too."""
+    more than one number is known, those that leave one block per chunk are tried, too, with
+    embedding and head as chunks of their own (which some planners refuse) or not."""
     asked, layers, pp = point.asked, point.task.shape.layers, point.degrees.pp
     numbers = set(known)
     if len(numbers) > 1:
-        numbers.add(max(min(numbers), layers // pp))
-        numbers = {number for number in numbers if number * pp <= layers}
+        numbers |= {max(min(numbers), most // pp) for most in (layers, layers + 2)}
+        numbers = {number for number in numbers if number * pp <= layers + 2}
     for chunks in choices(asked.chunks, sorted(numbers)):
         largest = -(-layers // (pp * chunks))
         for kind, blocks in recompute_choices(

@@ -108,9 +108,11 @@ class SizedPlan:
     @property
     def period(self) -> int:
         """The microbatches after which the order of a long step repeats itself: units of at least
-        one round of the pipeline, or all where each chunk runs all of them one after another."""
+        one round of the pipeline, or all where each chunk runs all of them one after another, or
+        where interleaved groups are larger than a round."""
         unit, ranks, m = self.schedule.unit, self.layout.pp, self.num_microbatches
-        if ranks == 1 or self.schedule.name in _ONCE:
+        in_groups = self.schedule.name in ("interleaved_1f1b", "interleaved_zb")
+        if ranks == 1 or self.schedule.name in _ONCE or (in_groups and m % ranks):
             return m
         return unit * -(-ranks // unit) if unit < m else ranks
 

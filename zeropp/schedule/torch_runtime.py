@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zeropp.schedule.legality import ScheduleError
 from zeropp.schedule.passes import add_gathers, add_reductions
 from zeropp.schedule.program import (
     MAKES_GRADIENTS,
@@ -64,12 +65,13 @@ def with_messages(
     programs: Sequence[RankProgram], stage_rank: Sequence[int]
 ) -> tuple[RankProgram, ...]:
     """The programs with sends and receives, placed as torch places them (``_add_send_recv``): ranks
-    take turns, an action each, and both halves of a message follow the action that makes it."""
+    take turns, an action each, and both halves of a message follow the action that makes it.
+    Raises ScheduleError where every rank waits."""
     waiting = [deque(program) for program in programs]
     out: list[list[Action]] = [[] for _ in programs]
     stages = range(len(stage_rank))
     made: set[tuple[int, int, int | None]] = set()  # (stage, direction, microbatch)
-    while any(waiting):
+    while left := sum(map(len, waiting)):
         for actions, own in zip(waiting, out, strict=True):
             if not actions:
                 continue
@@ -84,4 +86,6 @@ def with_messages(
             if away and peer in stages and stage_rank[peer] != stage_rank[stage]:
                 own.append(Action(stage, send, microbatch))
                 out[stage_rank[peer]].append(Action(peer, receive, microbatch))
+        if left == sum(map(len, waiting)):
+            raise ScheduleError("every rank waits for a message that none sends")
     return tuple(map(tuple, out))
