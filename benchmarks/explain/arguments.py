@@ -140,8 +140,9 @@ def arguments_of_script(
             + (f" (bash: {complaint})" if complaint else "")
             + "".join(last)
             + "; give Megatron-LM's arguments after --, or the log of a run (NeMo's words, such as "
-            "model.num_layers=40, are not read); of torchtitan its TOML; of Hugging Face's Trainer "
-            "the config.json with the file of DeepSpeed or Accelerate"
+            "model.num_layers=40, are not read); of torchtitan its TOML; of Megatron-Bridge the "
+            "run_config.yaml that cfg.to_yaml writes; of Hugging Face's Trainer the config.json "
+            "with the file of DeepSpeed or Accelerate; of another FSDP with contender=fsdp"
         )
     named = [*dict.fromkeys(_not_followed(commands, folder))]
     launch, arguments = of_models[-1]

@@ -11,13 +11,14 @@ set -o functrace
 trap wait EXIT  # for what was sent to the background
 
 command_not_found_handle() {
-    local words=("$@")
+    local words=("$@") before=
     while (($#)); do
-        if [[ ${1##*/} == @(bash|sh) && ${2-} == -*c ]]; then
+        if [[ $1 == -*c && (${before##*/} == @(bash|sh) || ${2-} == *.py[[:space:]]*) ]]; then
             printf '%s\0' "${words[@]:0:${#words[@]}-$#}" -c $'\1' >&9  # the launcher
-            eval "$3"  # what its shell would run
+            eval "$2"  # what its shell would run
             return
         fi
+        before=$1
         shift
     done
     printf '%s\0' "${words[@]}" $'\1' >&9

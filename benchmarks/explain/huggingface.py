@@ -71,6 +71,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "attention_bias": (False, "biases are not simulated"),
     "use_mrope": (False, "positions of several dimensions are not simulated"),
     "mlp_bias": (False, "biases are not simulated"),
+    "use_bias": (False, "biases are not simulated"),
     "attention_out_bias": (False, "biases are not simulated"),
     "post_norm": (False, "norms behind attention and MLP are not simulated"),
     "qk_norm": (False, "the norms of queries and keys are not simulated"),
@@ -90,6 +91,8 @@ _HARMLESS = (
     *("partial_rotary", "query_pre_attn", "original_max", "auto_map", "norm_eps", "layer_norm_eps"),
     *(
         "sliding_window_pattern",
+        "sliding_window_size",
+        "cache_implementation",
         "_sliding_window_pattern",
         "use_bidirectional",
         "hidden_activation",
@@ -118,6 +121,11 @@ def read(values: Mapping[str, Any], num_gpus: int | None) -> Reading:
             continue  # the file has sizes of layers that its model has not
         if key := next((key for key in values if key.startswith(start) and values[key]), ""):
             raise SpecError(f"{key}={values[key]}: {what} cannot be simulated (model_type={kind})")
+    if not kind:
+        raise SpecError(
+            "model_type: missing, so this is no config.json of Hugging Face, as Meta's params.json "
+            "is none (give the model's config.json)"
+        )
     if kind not in KINDS:
         raise SpecError(
             f"model_type={kind!r}: cannot be simulated (known: {', '.join(sorted(KINDS))}; where "

@@ -189,8 +189,9 @@ def _of_log(path: Path, text: str, step: Step) -> Measurement:
                 )
     programs = ", ".join(dict.fromkeys(form.program for form in _FORMS))
     raise SpecError(
-        f"--measured {path}: no line says how long a step took (known: logs of {programs}; or give "
-        "a number with its unit, such as 843ms)"
+        f"--measured {path}: no line of a known form says how long a step took (known: logs of "
+        f"{programs}; of LLaMA-Factory its train_results.json; or give a number with its unit, "
+        "such as 843ms)"
     )
 
 

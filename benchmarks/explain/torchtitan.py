@@ -148,9 +148,7 @@ def _read(
     keys = Keys(values)
     reading = Reading(dialect="torchtitan", contender="torchtitan")
     reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys, reading)}
-    if num_gpus is None:
-        if not (preset := re.search(r"preset for (\d+) (\w+) GPUs", text)):
-            raise SpecError("num_gpus: a torchtitan TOML does not say it (give num_gpus=N)")
+    if num_gpus is None and (preset := re.search(r"preset for (\d+) (\w+) GPUs", text)):
         num_gpus = int(preset[1])
         reading.derived.append(f"num_gpus={num_gpus}, from the comment {preset[0]!r}")
     _degrees(keys, reading, num_gpus)
@@ -225,14 +223,23 @@ def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
     return named | dict(zip((*sizes, "head_width"), known[plain], strict=False))
 
 
-def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
+def _degrees(keys: Keys, reading: Reading, num_gpus: int | None) -> None:
     """Degrees, microbatches and the schedule."""
     axes = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
     tp, pp, cp, replicate = (keys.count(f"parallelism.{axis}_degree", 1) for axis in axes)
     shard = keys.number("parallelism.data_parallel_degree", -1)  # of 2024
     shard = keys.number("parallelism.data_parallel_shard_degree", shard)
     reading.slice_sequences("context_parallel_degree", cp)
-    left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "cp": cp, "replicate": replicate})
+    others = {"pp": pp, "tp": tp, "cp": cp, "replicate": replicate}
+    if num_gpus is None:
+        if shard < 1:
+            raise SpecError(
+                "num_gpus: the file does not say it, since its data_parallel_shard_degree takes "
+                "the ranks that are left (give num_gpus=N)"
+            )
+        num_gpus = shard * math.prod(others.values())
+        reading.derived.append(f"num_gpus={num_gpus}, the product of the file's degrees")
+    left = share_of_ranks(num_gpus, others)
     shard = left if shard is None or shard == -1 else shard
     if shard != left:
         way = f"change num_gpus to {num_gpus // left * shard}" if shard > 0 else "use -1"

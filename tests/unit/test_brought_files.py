@@ -277,6 +277,16 @@ def test_only_torchtitans_shards_may_be_the_rest(
         asked(tmp_path, files, "num_gpus=8")
 
 
+def test_torchtitans_degrees_give_the_number_of_gpus_unless_one_is_the_rest(tmp_path: Path) -> None:
+    """It was asked for, as if no file said it."""
+    text = TITAN.replace("13B_company", "8B")
+    question = asked(tmp_path, {"a.toml": f"{text}data_parallel_shard_degree = 4"})
+    assert (question.task.num_gpus, question.task.global_batch) == (8, 8)
+    assert "num_gpus=8, the product of the file's degrees" in question.reading.derived
+    with pytest.raises(SpecError, match=r"the ranks that are left \(give num_gpus=N\)"):
+        asked(tmp_path, {"a.toml": text})
+
+
 def test_deepspeeds_ranks_of_a_sequence_are_read(tmp_path: Path) -> None:
     """They were named as an unknown key, and there were as many more replicas."""
     run = f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} --ds-sequence-parallel-size 4"

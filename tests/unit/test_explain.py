@@ -175,6 +175,10 @@ def test_the_same_configuration_in_every_dialect() -> None:
         ("echo hello", "no line runs a training of Megatron-LM"),
         ("torchrun --nnodes 2 a.py model.num_layers=40", "NeMo's words, such as"),
         ("python b.py --in x\nsrun train.py --hidden_width=8192", "; train.py has no --num-layers"),
+        (
+            "torchrun main_training.py --sharding_strategy=hsdp",
+            "of another FSDP with contender=fsdp",
+        ),
         ("case $X in\na) ;;\nesac", "no line runs a training of Megatron-LM"),
         ("if true; then\n", "bash: line 2: syntax error: unexpected end of file"),
         (SCRIPT.replace("--hidden-size 4096", ""), "--hidden-size: missing"),
@@ -345,6 +349,7 @@ def test_a_script_can_change_nothing(tmp_path: Path) -> None:
     [
         ('V="--num-layers 2"\nV+=" --bf16"\npython a.py $V', {"--num-layers": "2", "--bf16": True}),
         ('o=" \\\n --num-layers 2"\nsrun -c 8 sh -c "cd x && python a.py ${o}"', {}),
+        ("bcprun -p 8 -c 'python a.py \\\n --num-layers 2\n'", {}),
         ("set -e\nmkdir x\ncase ${1:-a} in a) N=2;; esac\ntorchrun a.py --num-layers $N > log", {}),
         ("[ -f nothing ] || exit 1\nexec /opt/bin/python a.py --num-layers $((1 + 1)) 2>&1", {}),
         ('N="x/y --num-layers 2"\nCUDA=1 "$HOME/bin/torchrun" a.py ${N#* }', {}),
@@ -427,6 +432,7 @@ CHANGED = "model: {num_layers: 2}\ntrain: {}"
             "'1 2': must be",
         ),
         ("x.yaml", "- 1", "must hold keys with values"),
+        ("x.json", '{"dim": 4096, "n_layers": 32}', "model_type: missing, .* Meta's params.json"),
         ("x.json", '{"model_type": ["llama"]}', r"model_type=.*llama.*: cannot be simulated"),
         (
             "a.toml",
