@@ -407,5 +407,5 @@ TORCHTITAN = Contender(
     orders=one_order(programs),
     space=replace(SPACE, families=_recomputing_all, contexts=True),
     check=check,
-    search_effort=1,
+    search_effort=3,
 )
