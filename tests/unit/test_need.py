@@ -143,8 +143,8 @@ def test_the_longest_search_has_a_core_of_its_own_and_all_of_the_time(
         return begun
 
     names = ["zeropp", "fsdp", "megatron_fsdp", "torchtitan_tp"]
-    assert shares(1) == [("megatron_fsdp", 4), ("torchtitan_tp", 3), ("fsdp", 2), ("zeropp", 1)]
-    assert shares(2) == [("zeropp", 1), ("megatron_fsdp", 3), ("torchtitan_tp", 2), ("fsdp", 1)]
+    assert shares(1) == [("megatron_fsdp", 4), ("fsdp", 3), ("torchtitan_tp", 2), ("zeropp", 1)]
+    assert shares(2) == [("zeropp", 1), ("megatron_fsdp", 3), ("fsdp", 2), ("torchtitan_tp", 1)]
     assert [rounds for _, rounds in shares(3)] == [1, 2, 1, 1]
     assert [rounds for _, rounds in shares(8)] == [1, 1, 1, 1]
 
