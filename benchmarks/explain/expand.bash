@@ -11,9 +11,11 @@ set -o functrace
 trap wait EXIT  # for what was sent to the background
 
 command_not_found_handle() {
-    local words=("$@") before=
+    local words=("$@") before= script=
     while (($#)); do
-        if [[ $1 == -*c && (${before##*/} == @(bash|sh) || ${2-} == *.py[[:space:]]*) ]]; then
+        [[ $1 != *.py ]] || script=$1  # what follows is its own
+        if [[ $1 == -*([!-])c && (${before##*/} == @(bash|sh) ||
+            (-z $script && ${2-} == *.py[[:space:]]*)) ]]; then
             printf '%s\0' "${words[@]:0:${#words[@]}-$#}" -c $'\1' >&9  # the launcher
             eval "$2"  # what its shell would run
             return

@@ -91,7 +91,6 @@ _HARMLESS = (
     *("partial_rotary", "query_pre_attn", "original_max", "auto_map", "norm_eps", "layer_norm_eps"),
     *(
         "sliding_window_pattern",
-        "sliding_window_size",
         "cache_implementation",
         "_sliding_window_pattern",
         "use_bidirectional",
