@@ -98,6 +98,9 @@ class SlicingKnobs(Public3DKnobs):
     # Of every block; attention: fine_grained_activation_offloading, of the modules that dense
     # blocks of Transformer Engine have (qkv_linear, core_attn, attn_proj).
     offload_modules: OffloadModules | Auto = "auto"
+    # Elements of a bucket of gradients and parameters (--ddp-bucket-size), without a pipeline; 0:
+    # Megatron-Core's default, which is at least 40 million and a million per data-parallel rank.
+    bucket_size: Annotated[int | Auto, AT_LEAST_0] = "auto"
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Best3DKnobs(SlicingKnobs):
 
 
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
+_LARGER_BUCKET = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +207,8 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         program += "+bf16.gradients=2+bf16.reduced=2"
     elif task.precision != "fp32" and program_named(program).bf16.reduced != 4:
         program += "+bf16.reduced=4"
+    if bucket := if_auto(getattr(knobs, "bucket_size", 0), 0):
+        program += f"+updated_bucket={bucket}"
     plan = SizedPlan(
         contender=knobs.name,
         shape=task.shape,
@@ -370,13 +376,13 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
             tried = iter(
                 dict.fromkeys((n, kind, b if kind in in_part else layers) for n, kind, b in tried)
             )
-        for (chunks, recompute, blocks), sent in (
-            (each, sent) for each in tried for sent in _offloads(asked, point, each[1])
+        for (chunks, recompute, blocks), more in (
+            (each, more) for each in tried for more in _sliced(asked, point, zero, each[1])
         ):
             yield at_degrees(
                 asked,
                 degrees,
-                **({"cp_comm_type": way, **sent} if isinstance(asked, SlicingKnobs) else {}),
+                **({"cp_comm_type": way, **more} if more else {}),
                 replicate_zero=zero,
                 chunks=chunks,
                 schedule=schedule,
@@ -388,19 +394,23 @@ def families(point: SearchPoint[P]) -> Iterator[P]:
             )
 
 
-def _offloads(
-    asked: Public3DKnobs, point: SearchPoint[Any], recompute: Recompute
+def _sliced(
+    asked: Public3DKnobs, point: SearchPoint[Any], zero: int, recompute: Recompute
 ) -> Iterator[dict[str, object]]:
-    """The ways to send activations to the host to try beside ``recompute``."""
-    layers, cluster = point.task.shape.layers, point.task.cluster
+    """The ways to send activations to the host to try beside ``recompute``, and sizes of buckets
+    beside ZeRO-1: the default, and a larger one, whose gathers wait less for each other."""
+    degrees, cluster = point.degrees, point.task.cluster
     if not isinstance(asked, SlicingKnobs):
         yield {}
         return
-    whole = (layers - 1,) if (point.degrees.pp, recompute) == (1, "none") else ()
+    whole = (point.task.shape.layers - 1,) if (degrees.pp, recompute) == (1, "none") else ()
     modules = ("none", "attention")[: 2 if recompute != "full" and has_host(cluster) else 1]
+    few = (degrees.pp, zero) == (1, 1) and degrees.replicas * 1_000_000 < _LARGER_BUCKET
+    sizes = choices(asked.bucket_size, (0, _LARGER_BUCKET)[: 1 + few])
     for sent in offload_choices(asked.offload_blocks, whole, cluster):
         for part in choices(asked.offload_modules, modules[: 1 if sent else None]):
-            yield {"offload_blocks": sent, "offload_modules": part}
+            for bucket in sizes:
+                yield {"offload_blocks": sent, "offload_modules": part, "bucket_size": bucket}
 
 
 def _ways(asked: Public3DKnobs, degrees: Layout, shape: ModelShape) -> Iterator[str]:

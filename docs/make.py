@@ -19,7 +19,7 @@ from dataclasses import MISSING, fields, replace
 from functools import cache
 from io import StringIO
 from itertools import pairwise
-from math import expm1, log1p
+from math import expm1, log, log1p
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,20 @@ def _errors(kind: str) -> str:
         shares = [f"{row['median']:.1%}", _p90(row), f"{row['bias']:+.1%}"]
         lines.append([*(str(row[name]) for name in ("source", "role", "rows", "runs")), *shares])
     return markdown_table(["source", "role", "rows", "runs", "median", "p90", "bias"], lines)
+
+
+def _worst(count: str) -> str:
+    """The run with the largest error of speed, of each of the ``count`` sources that have the
+    largest."""
+    runs = pd.DataFrame(stranger_runs()).query("quantity == 'speed'")
+    runs = runs.assign(speed=1 + runs["in_sample"].astype(float))
+    order = runs["speed"].map(log).abs().sort_values(ascending=False).index
+    lines = []
+    for run in runs.loc[order].drop_duplicates("source").head(int(count)).to_dict("records"):
+        said = [str(run[name]) for name in ("source", "model", "device", "num_gpus", "tp", "pp")]
+        lines.append([*said, f"{run['speed']:.2f}"])
+    heads = ["source", "model", "device", "GPUs", "TP", "PP", "simulated over measured speed"]
+    return markdown_table(heads, lines)
 
 
 def _eight_bits(_: str) -> str:
@@ -465,6 +479,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": _accuracy,
     "errors": _errors,
     "eight_bits": _eight_bits,
+    "worst": _worst,
     "strangers": _strangers,
     "fits": _fits,
     "priced": _priced,

@@ -42,6 +42,7 @@ from baselines.model import build_model, build_piece
 from baselines.public_3d import microbatch_group
 from zeropp.engine.action_recorder import ActionRecorder
 from zeropp.engine.update.update_rules import build_optimizer
+from zeropp.price.programs import program_named
 from zeropp.schedule.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.types.training import OptimizerConfig, StepResult
@@ -178,6 +179,7 @@ class MegatronTrainer(ActionRecorder):
             # message that its first forward waits for.
             overlap_param_gather=zero and (several or layout.pp == 1),
             align_param_gather=zero and several,
+            bucket_size=program_named(self._plan.program).updated_bucket or None,
         )
         # As in Megatron-LM: the gradients of the first chunk, which end a step, go in buckets.
         # Without a ``grad_sync_func`` each rank's reduction begins in its own last backward; with

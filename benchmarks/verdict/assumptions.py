@@ -17,11 +17,13 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.records.own_cache import Line, fill, write
+from benchmarks.specification.reading import preset
 from benchmarks.verdict.cells import CELL, Cell, candidate_of
 from zeropp.choose.task import MEMORY_MARGIN
 from zeropp.price.cluster import Cluster
 
 REPRICED = "assumptions.csv"  # seconds per step of every best plan under every assumption
+_UNITS = {"us": " µs", "tflops": " TFLOP/s"}
 _KEYS = [*CELL, "contender", "step_s"]
 
 
@@ -34,6 +36,16 @@ class Assumption:
     low: float
     high: float
     why: str  # where the constant is from
+
+    @property
+    def source(self) -> str:
+        """Where the constant is from, and what it is on A800 and on H100, there of the newest
+        kernels."""
+        part, _, field = self.name.partition(".")
+        owners = [getattr(preset("cluster", name, Cluster), part) for name in ("a800", "h100")]
+        newest = (getattr(getattr(of, "newer", None), field, getattr(of, field)) for of in owners)
+        values = " and ".join(dict.fromkeys(f"{value:g}" for value in newest))
+        return f"{self.why}, {values}{_UNITS.get(field.rpartition('_')[2], '')}"
 
     @property
     def columns(self) -> tuple[str, str]:
@@ -63,63 +75,63 @@ ASSUMPTIONS = (
         label="compute beside a collective is slower by",
         low=0.0,
         high=2.1,
-        why="arXiv 2507.03114: 19 % on average, at most 40 %",
+        why="arXiv 2507.03114 (19 % on average, at most 40 %)",
     ),
     Assumption(
         name="device.launch_us",
         label="time of the host per kernel",
         low=0.5,
         high=2.0,
-        why="assumed, 8 µs",
+        why="assumed",
     ),
     Assumption(
         name="inter.efficiency",
         label="share of the rate between nodes",
         low=0.8,
         high=1.1,
-        why="assumed, 0.85",
+        why="assumed",
     ),
     Assumption(
         name="inter.latency_us",
         label="latency between nodes",
         low=0.5,
         high=2.0,
-        why="assumed, 30 µs",
+        why="assumed",
     ),
     Assumption(
         name="intra.efficiency",
         label="share of the rate inside a node",
         low=0.85,
         high=1.1,
-        why="measured, 0.757 and 0.78",
+        why="measured",
     ),
     Assumption(
         name="device.kernel_us",
         label="fixed time per kernel",
         low=0.6,
         high=1.4,
-        why="fitted, 5.2 and 9.1 µs",
+        why="fitted",
     ),
     Assumption(
         name="device.memory_efficiency",
         label="share of the memory's rate",
         low=0.9,
         high=1.1,
-        why="fitted, 0.74 and 0.83",
+        why="fitted",
     ),
     Assumption(
         name="device.matmul_bf16_tflops",
         label="rate of matrix products",
         low=0.93,
         high=1.09,
-        why="fitted; H100's recipes say 634 to 740 TFLOP/s",
+        why="fitted (H100's recipes say 634 to 740)",
     ),
     Assumption(
         name="device.attention_efficiency",
         label="rate of fused attention over products",
         low=0.8,
         high=1.2,
-        why="fitted, 0.63 and 0.64",
+        why="fitted",
     ),
 )
 

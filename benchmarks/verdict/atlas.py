@@ -144,7 +144,7 @@ def _first(of_program: pd.DataFrame) -> str:
         lines.append([str(label), *(f"{n / len(margin):.0%}" for n in counts), fits])
     heads = ["fastest of all programs", f"in how many of {len(margin)} cases"]
     heads += [f"by more than {limit - 1:.0%}" for limit in limits]
-    return markdown_table([*heads, "cases in which it fits"], lines)
+    return markdown_table([*heads, "cases with a plan"], lines)
 
 
 def _ratio(cells: pd.DataFrame, name: str) -> str:

@@ -112,12 +112,13 @@ def rows_table(best: pd.DataFrame, uncertainty: Uncertainty) -> str:
         [
             BASELINES[name],
             *map(_median, uncertainty.medians[name].values()),
-            str(reached(best, name)[0]),
+            "{} ({})".format(*reached(best, name)),
         ]
         for name in ("megatron_core", "fsdp", "deepspeed_best", "deepspeed_3d")
     ]
     heads = ["ZeroPP's speed over", "1 sequence per GPU and step", "4 or more"]
-    return markdown_table([*heads, f"cases at {CLAIM} or above, of {len(best)}"], lines)
+    count = f"cases at {CLAIM} or above, of {len(best)} (with at most {COMPARABLE} times the memory)"
+    return markdown_table([*heads, count], lines)
 
 
 def _median(interval: Interval) -> str:
@@ -160,7 +161,7 @@ def _assumptions(uncertainty: Uncertainty) -> str:
     for number, assumption in enumerate(ASSUMPTIONS):
         ends = [moved[name][group][number] for name in OPPONENTS for group in groups]
         moves = f"× {assumption.low:g} to {assumption.high:g}"
-        words = [assumption.label, assumption.why, moves]
+        words = [assumption.label, assumption.source, moves]
         rows.append([*words, *(f"{low:.2f} to {high:.2f}" for low, high in ends)])
     heads = [f"{BASELINES[name]}, {group}" for name in OPPONENTS for group in groups]
     return markdown_table(["constant", "from", "range", *heads], rows)

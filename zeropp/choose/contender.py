@@ -235,7 +235,7 @@ def describe(plan: SizedPlan) -> str:
     state = program.state(plan.precision)
     words += ["sums=bf16"] * (plan.sum_dtype == "bf16")
     words += ["sent=bf16"] * (sent_bytes(plan, program) == 2)
-    sizes = {"bucket": state.bucket}  # elements
+    sizes = {"bucket": state.bucket or program.updated_bucket}  # elements
     if program.zero_hpz_partition_size > 1:
         words.append(f"hpz={program.zero_hpz_partition_size}")
     if program.live_parameters:

@@ -313,7 +313,7 @@ def literals(hint: object) -> set[object]:
 # does not depend on them, nor do the cuts.
 _OF_DATA_PARALLELISM = {
     *("shard", "replicate", "replicate_zero", "placement"),
-    *("reduce_dtype", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
+    *("reduce_dtype", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "bucket_size"),
     *("reshard_after_forward", "reshard_after_backward", "fsdp_reshard_after_forward"),
     "zero_hpz_partition_size",
 }

@@ -298,7 +298,7 @@ def replica_s(
         return 0.0, 0.0
     program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
     sizes = [size / layout.shards for size in collectives_of(plan, program, stage)]
-    first = sizes[0]
+    first = min(max(sizes[0], program.updated_bucket), sum(sizes))
     if not program.flat_chunks and not program.fsdp_hooks:
         sizes = [sum(sizes)]
     scatters = layout.replicate_zero and not state.zero1_all_reduces
@@ -425,14 +425,12 @@ def _gathered_ahead(
     chunks each rank would begin when its first forward does, one after another, as ranks behind the
     first have one bucket; all at once, before any forward, is faster, and is what is priced.
     """
-    if len(stages) > 1:
-        together = min(plan.layout.pp, plan.num_microbatches)  # a chunk's forwards before the next
-        sizes = [stage_parameters(plan, stage) for stage in stages]
-        return sizes, [together * forward for forward in forwards]
-    if plan.layout.pp > 1:
-        return [stage_parameters(plan, stages[0])], []
-    sizes, shares = _buckets(work, plan.shape.layers, plan.layout.replicas)
-    return sizes, [forwards[0] * share for share in shares]
+    if plan.layout.pp == 1:  # in one stage, or in a stage per piece if the host keeps blocks
+        sizes, shares = _buckets(work, plan.shape.layers, plan.layout.replicas)
+        return sizes, [sum(forwards) * share for share in shares]
+    sizes = [stage_parameters(plan, stage) for stage in stages]
+    together = min(plan.layout.pp, plan.num_microbatches)  # a chunk's forwards before the next
+    return sizes, [together * forward for forward in forwards]
 
 
 @lru_cache(maxsize=4096)
@@ -454,7 +452,8 @@ def _buckets(work: Work, blocks: int, replicas: int) -> tuple[list[float], list[
     registered = [0]
     registered += [1 + len(products) * block + each for block in range(blocks) for each in in_block]
     registered += range(len(registered), len(needed))
-    enough, sizes, bucket = max(40e6, 1e6 * replicas), [0.0], {}
+    enough = work.program.updated_bucket or max(40e6, 1e6 * replicas)
+    sizes, bucket = [0.0], dict[int, int]()
     for at in reversed(registered):
         if sizes[-1] >= enough:
             sizes.append(0.0)

@@ -149,6 +149,7 @@ class Program:
     overlap_tensor: bool = False  # with sequence parallelism, TP collectives overlap the products
     overlap_reduction: bool = False  # gradient reductions overlap the last backward
     overlap_updated: bool = False  # ZeRO-1's parameter gathers overlap the next forward
+    updated_bucket: int = 0  # the least elements of these gathers; 0: Megatron-Core's default
     updated: Updated = "gather"
     zero1_group: int = 0  # replicas of a ZeRO-1 group; 0: all of them
     zero3: bool = False  # its ZeRO-3 can be priced: the gathers of each piece overlap compute
