@@ -159,6 +159,7 @@ def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> 
     reading.knobs |= {
         "offload_blocks": keys.number("--cpu-offloading-num-layers") or 0,
         "offload_modules": "attention" if fine else "none",
+        "bucket_size": keys.number("--ddp-bucket-size") or 0,
     }
     _traits(keys, reading)
     half = bool(keys.take("--bf16"))
@@ -450,6 +451,7 @@ def written(plan: SizedPlan) -> str:
         "--fp8-param-gather": plan.precision == "fp8" and program.gathers_casts,
         "--overlap-grad-reduce": program.overlap_reduction,
         "--overlap-param-gather": program.overlap_updated and layout.replicate_zero == 1,
+        "--ddp-bucket-size": program.updated_bucket or False,
         "--tp-comm-overlap": program.overlap_tensor and layout.sequence_parallel,
         "--cross-entropy-loss-fusion": program.fused_loss,
         "--cross-entropy-fusion-impl": program.fused_loss and "te",

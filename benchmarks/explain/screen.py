@@ -44,7 +44,7 @@ _WORDS = (
     "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism), "
     "b sequences per microbatch, m microbatches per step, the order of the pipeline, V stages per "
     "rank, zero1 (optimizer states split over the replicas), sp (sequence parallelism), sums and "
-    "sent (types of gradients); of DeepSpeed, in elements, bucket (of gradients), live and "
+    "sent (types of gradients); in elements bucket (of gradients), of DeepSpeed live and "
     "together (gathered ahead and at once), persistent (tensors up to it stay), and hpz (ranks of "
     "a second copy); of ZeroPP, U microbatches per gather, cap (activations kept), and reduce "
     "(gradients every so often)."

@@ -95,6 +95,14 @@ def test_megatron_core_waits_for_buckets_that_follow_each_other_closely() -> Non
     assert late > 0.02
     assert price.stages[0].gather_updated == pytest.approx(late + hidden, rel=0.2)
 
+    def gathered_s(**knobs: Any) -> float:
+        asked = contender.knobs(pp=1, **shards, **knobs)
+        return contender.simulated(given, Candidate(asked, 4)).price.stages[0].gather_updated
+
+    # They are of one model, whether or not the host keeps some blocks; larger ones wait less.
+    assert gathered_s(offload_blocks=1) == pytest.approx(gathered_s(), rel=0.02)
+    assert gathered_s(bucket_size=100_000_000) < 0.7 * gathered_s()
+
 
 ZERO2: dict[str, Any] = {"pp": 1, "tp": 2, "replicate": 32, "replicate_zero": 2}
 ZERO2 |= {"reduce_dtype": "bf16", "reduce_bucket_size": 50_000_000}
