@@ -189,6 +189,17 @@ def _errors(kind: str) -> str:
     return markdown_table(["source", "role", "rows", "runs", "median", "p90", "bias"], lines)
 
 
+_CAUSES = {
+    "KempnerForge": "it gathers in every microbatch, its description once per step; "
+    "[a replay of its code](#kempnerforge) is nearer",
+    "Modalities scaling experiments": "all-reduces of hybrid sharding take longer than trees and "
+    "less than rings",
+    "InternEvo train_performance": "about the whole reduction of gradients is missing",
+    "torchtitan benchmarks": "all slices of asynchronous TP except the first count as hidden",
+    "Alibaba Megatron-LLaMA": "half of it, where the network reaches half of its rate",
+}
+
+
 def _worst(count: str) -> str:
     """The run with the largest error of speed, of each of the ``count`` sources that have the
     largest."""
@@ -198,9 +209,10 @@ def _worst(count: str) -> str:
     lines = []
     for run in runs.loc[order].drop_duplicates("source").head(int(count)).to_dict("records"):
         said = [str(run[name]) for name in ("source", "model", "device", "num_gpus", "tp", "pp")]
-        lines.append([*said, f"{run['speed']:.2f}"])
+        cause = _CAUSES.get(run["source"], "none found")
+        lines.append([*said, f"{run['speed']:.2f}", cause])
     heads = ["source", "model", "device", "GPUs", "TP", "PP", "simulated over measured speed"]
-    return markdown_table(heads, lines)
+    return markdown_table([*heads, "cause"], lines)
 
 
 def _eight_bits(_: str) -> str:
