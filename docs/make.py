@@ -207,10 +207,10 @@ def _worst(count: str) -> str:
     runs = runs.assign(speed=1 + runs["in_sample"].astype(float))
     order = runs["speed"].map(log).abs().sort_values(ascending=False).index
     lines = []
-    for run in runs.loc[order].drop_duplicates("source").head(int(count)).to_dict("records"):
-        said = [str(run[name]) for name in ("source", "model", "device", "num_gpus", "tp", "pp")]
-        cause = _CAUSES.get(run["source"], "none found")
-        lines.append([*said, f"{run['speed']:.2f}", cause])
+    for row in runs.loc[order].drop_duplicates("source").head(int(count)).to_dict("records"):
+        said = [str(row[name]) for name in ("source", "model", "device", "num_gpus", "tp", "pp")]
+        cause = _CAUSES.get(row["source"], "none found")
+        lines.append([*said, f"{row['speed']:.2f}", cause])
     heads = ["source", "model", "device", "GPUs", "TP", "PP", "simulated over measured speed"]
     return markdown_table([*heads, "cause"], lines)
 
