@@ -111,7 +111,6 @@ class Best3DKnobs(SlicingKnobs):
 
 
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
-_LARGER_BUCKET = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +206,8 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         program += "+bf16.gradients=2+bf16.reduced=2"
     elif task.precision != "fp32" and program_named(program).bf16.reduced != 4:
         program += "+bf16.reduced=4"
-    if bucket := if_auto(getattr(knobs, "bucket_size", 0), 0):
+    # In a pipeline the first stage alone has buckets.
+    if (bucket := if_auto(getattr(knobs, "bucket_size", 0), 0)) and pp == 1:
         program += f"+updated_bucket={bucket}"
     plan = SizedPlan(
         contender=knobs.name,
@@ -398,15 +398,14 @@ def _sliced(
     asked: Public3DKnobs, point: SearchPoint[Any], zero: int, recompute: Recompute
 ) -> Iterator[dict[str, object]]:
     """The ways to send activations to the host to try beside ``recompute``, and sizes of buckets
-    beside ZeRO-1: the default, and a larger one, whose gathers wait less for each other."""
+    beside ZeRO-1: the default and another, from which the search goes on."""
     degrees, cluster = point.degrees, point.task.cluster
     if not isinstance(asked, SlicingKnobs):
         yield {}
         return
     whole = (point.task.shape.layers - 1,) if (degrees.pp, recompute) == (1, "none") else ()
     modules = ("none", "attention")[: 2 if recompute != "full" and has_host(cluster) else 1]
-    few = (degrees.pp, zero) == (1, 1) and degrees.replicas * 1_000_000 < _LARGER_BUCKET
-    sizes = choices(asked.bucket_size, (0, _LARGER_BUCKET)[: 1 + few])
+    sizes = choices(asked.bucket_size, (0, 100_000_000)[: 1 + ((degrees.pp, zero) == (1, 1))])
     for sent in offload_choices(asked.offload_blocks, whole, cluster):
         for part in choices(asked.offload_modules, modules[: 1 if sent else None]):
             for bucket in sizes:

@@ -195,16 +195,17 @@ _CAUSES = {
     "Modalities scaling experiments": "all-reduces of hybrid sharding take longer than trees and "
     "less than rings",
     "InternEvo train_performance": "about the whole reduction of gradients is missing",
-    "torchtitan benchmarks": "all slices of asynchronous TP except the first count as hidden",
+    "torchtitan benchmarks": "half of it: all slices of asynchronous TP except the first "
+    "count as hidden",
     "Alibaba Megatron-LLaMA": "half of it, where the network reaches half of its rate",
 }
 
 
 def _worst(count: str) -> str:
-    """The run with the largest error of speed, of each of the ``count`` sources that have the
-    largest."""
+    """The run with the largest error of speed as a stranger, of each of the ``count`` sources
+    that have the largest."""
     runs = pd.DataFrame(stranger_runs()).query("quantity == 'speed'")
-    runs = runs.assign(speed=1 + runs["in_sample"].astype(float))
+    runs = runs.assign(speed=1 + runs["stranger"].astype(float))
     order = runs["speed"].map(log).abs().sort_values(ascending=False).index
     lines = []
     for row in runs.loc[order].drop_duplicates("source").head(int(count)).to_dict("records"):

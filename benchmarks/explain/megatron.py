@@ -344,6 +344,7 @@ def _traits(keys: Keys, reading: Reading) -> None:
 
 
 _BRIDGE = {  # keys of Megatron-Bridge whose flag has another name
+    "bucket_size": "--ddp-bucket-size",
     "num_moe_experts": "--num-experts",
     "gated_linear_unit": "--swiglu",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",

@@ -95,13 +95,18 @@ def test_megatron_core_waits_for_buckets_that_follow_each_other_closely() -> Non
     assert late > 0.02
     assert price.stages[0].gather_updated == pytest.approx(late + hidden, rel=0.2)
 
-    def gathered_s(**knobs: Any) -> float:
+    def times(**knobs: Any) -> tuple[float, float]:
         asked = contender.knobs(pp=1, **shards, **knobs)
-        return contender.simulated(given, Candidate(asked, 4)).price.stages[0].gather_updated
+        first = contender.simulated(given, Candidate(asked, 4)).price.stages[0]
+        return first.gather_updated, first.reduce_replicas
 
-    # They are of one model, whether or not the host keeps some blocks; larger ones wait less.
-    assert gathered_s(offload_blocks=1) == pytest.approx(gathered_s(), rel=0.02)
-    assert gathered_s(bucket_size=100_000_000) < 0.7 * gathered_s()
+    # They are of one model, whether or not the host keeps some blocks. Larger ones wait less, and
+    # the last of their reductions hides less.
+    assert times(offload_blocks=1) == pytest.approx(times(), rel=0.05)
+    assert times(bucket_size=100_000_000)[0] < 0.7 * times()[0]
+    large = {"bucket_size": 10**9}
+    assert times(offload_blocks=1, **large) == pytest.approx(times(**large), rel=0.02)
+    assert times(**large)[1] > 4 * times()[1]
 
 
 ZERO2: dict[str, Any] = {"pp": 1, "tp": 2, "replicate": 32, "replicate_zero": 2}

@@ -252,7 +252,7 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
         return replace(cast("Any", knobs), **new)  # type: ignore[no-any-return]
 
     degrees = [name for name in asked_degrees(knobs) if name in names]
-    ranks = {n: "auto" for n in ("replicate_zero", "placement") if n in names}
+    ranks = {n: "auto" for n in ("replicate_zero", "placement", "bucket_size") if n in names}
     for less, more in permutations(degrees, 2):
         for factor in (2, 3):
             if values[less] % factor == 0:
@@ -273,7 +273,7 @@ def neighbours(asked: K, best: Candidate[K]) -> Iterator[tuple[K, int]]:
         value, named = values[name], literals(known[name]) - {"auto"}
         if not named and isinstance(value, int):
             steps = {value * 2, value // 2, value * 5 // 4, value * 4 // 5}
-            if value < _LARGE:
+            if value < _LARGE and name != "bucket_size":
                 steps |= {value + sign * 2**power for sign in (-1, 1) for power in range(6)}
             for number in sorted(n for n in steps - {value} if n > 0):
                 yield changed(**cap | {name: number}), size

@@ -298,9 +298,13 @@ def replica_s(
         return 0.0, 0.0
     program, layout, state = work.program, plan.layout, work.program.state(plan.precision)
     sizes = [size / layout.shards for size in collectives_of(plan, program, stage)]
-    first = min(max(sizes[0], program.updated_bucket), sum(sizes))
+    first = sizes[0]
     if not program.flat_chunks and not program.fsdp_hooks:
-        sizes = [sum(sizes)]
+        if stage == 0 and program.updated_bucket > _default_bucket(layout):
+            # The last one ends behind the step's last pass. It may be of several pieces.
+            every = sum(stage_parameters(plan, each) for each in range(plan.schedule.num_stages))
+            first = max(first, min(program.updated_bucket, every / layout.shards))
+        sizes = [max(sum(sizes), first)]
     scatters = layout.replicate_zero and not state.zero1_all_reduces
     reduce = gather_s if scatters else all_reduce_s
     sent = sent_bytes(plan, program)
@@ -426,20 +430,27 @@ def _gathered_ahead(
     first have one bucket; all at once, before any forward, is faster, and is what is priced.
     """
     if plan.layout.pp == 1:  # in one stage, or in a stage per piece if the host keeps blocks
-        sizes, shares = _buckets(work, plan.shape.layers, plan.layout.replicas)
+        least = work.program.updated_bucket or _default_bucket(plan.layout)
+        sizes, shares = _buckets(work, plan.shape.layers, least)
         return sizes, [sum(forwards) * share for share in shares]
     sizes = [stage_parameters(plan, stage) for stage in stages]
     together = min(plan.layout.pp, plan.num_microbatches)  # a chunk's forwards before the next
     return sizes, [together * forward for forward in forwards]
 
 
+def _default_bucket(layout: Layout) -> int:
+    """The elements that close a bucket of Megatron-Core (``DistributedDataParallel``), whose
+    replicas are counted without context."""
+    return max(40_000_000, 1_000_000 * layout.dp)
+
+
 @lru_cache(maxsize=4096)
-def _buckets(work: Work, blocks: int, replicas: int) -> tuple[list[float], list[float]]:
+def _buckets(work: Work, blocks: int, least: int) -> tuple[list[float], list[float]]:
     """Parameters of the buckets of a rank that has the whole model, in the order in which forwards
     need them, and the share of a forward between the need of each and that of the next.
 
     They are filled from the model's end, in the order in which its layers are registered, and
-    closed by the parameter that reaches their size (``DistributedDataParallel``, ``bucket_size``).
+    closed by the parameter that reaches the ``least`` size (``bucket_size``).
     The product after attention is registered before that of queries, keys and values. The forward
     is divided among products by their parameters.
     """
@@ -452,10 +463,9 @@ def _buckets(work: Work, blocks: int, replicas: int) -> tuple[list[float], list[
     registered = [0]
     registered += [1 + len(products) * block + each for block in range(blocks) for each in in_block]
     registered += range(len(registered), len(needed))
-    enough = work.program.updated_bucket or max(40e6, 1e6 * replicas)
     sizes, bucket = [0.0], dict[int, int]()
     for at in reversed(registered):
-        if sizes[-1] >= enough:
+        if sizes[-1] >= least:
             sizes.append(0.0)
         sizes[-1] += needed[at]
         bucket[at] = len(sizes) - 1
