@@ -439,9 +439,9 @@ def _gathered_ahead(
 
 
 def _default_bucket(layout: Layout) -> int:
-    """The elements that close a bucket of Megatron-Core (``DistributedDataParallel``), whose
-    replicas are counted without context."""
-    return max(40_000_000, 1_000_000 * layout.dp)
+    """The elements that close a bucket of Megatron-Core (``DistributedDataParallel``), which counts
+    replicas without context; they are counted with it here."""
+    return max(40_000_000, 1_000_000 * layout.replicas)
 
 
 @lru_cache(maxsize=4096)
