@@ -190,11 +190,15 @@ def _errors(kind: str) -> str:
 
 
 _CAUSES = {  # of a source's worst run, by its model
-    ("Modalities scaling experiments", "GPT 2.7B"): "all-reduces of hybrid sharding take longer than "
-    "trees and less than rings",
+    (
+        "Modalities scaling experiments",
+        "GPT 2.7B",
+    ): "all-reduces of hybrid sharding take longer than trees and less than rings",
     ("InternEvo train_performance", "InternLM 7B"): "about the whole reduction of gradients",
-    ("torchtitan benchmarks", "Llama 3.1 8B"): "half of it: all slices of asynchronous TP except the "
-    "first count as hidden",
+    (
+        "torchtitan benchmarks",
+        "Llama 3.1 8B",
+    ): "half of it: all slices of asynchronous TP except the first count as hidden",
 }
 
 
