@@ -481,7 +481,8 @@ model: {_target_: megatron.bridge.models.llama.Llama3ModelProvider8B, num_layers
   cross_entropy_loss_fusion: true, cross_entropy_fusion_impl: te, fp8: null,
   activation_func: {_target_: torch.nn.functional.silu, _call_: false}}
 train: {global_batch_size: 512, micro_batch_size: 1, train_iters: 10}
-ddp: {use_distributed_optimizer: true, overlap_grad_reduce: true, grad_reduce_in_fp32: true}
+ddp: {use_distributed_optimizer: true, overlap_grad_reduce: true, grad_reduce_in_fp32: true,
+  bucket_size: 200000000}
 comm_overlap: {tp_comm_overlap: true}
 mixed_precision: bf16_mixed
 """
@@ -495,6 +496,7 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert sizes(asked.reading.model) == SHAPE_8B
     assert asked.reading.model["dropout"] == 0
     wanted = {"tp": 2, "pp": 2, "context": 2, "replicate": 8, "chunks": 4, "replicate_zero": 1}
+    wanted |= {"bucket_size": 200_000_000}
     assert {key: getattr(asked.knobs, key) for key in wanted} == wanted
     assert asked.task.precision == "bf16"
     assert asked.reading.traits["fused_loss"]
