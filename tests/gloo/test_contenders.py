@@ -257,7 +257,7 @@ MEGATRON_IN_BF16: list[tuple[int, Options, Options]] = [
         {"global_batch": 8, "model": LLAMA | {"layers": 2}, "precision": "bf16"},
     ),
     (
-        2, {"pp": 1, "grad_accum_dtype": "bf16"} | SHARDED,
+        2, {"pp": 1, "grad_accum_dtype": "bf16", "bucket_size": 3000} | SHARDED,
         {"global_batch": 8, "model": {"layers": 2}, "precision": "bf16"},
     ),
 ]  # fmt: skip
@@ -358,8 +358,9 @@ def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
     elif layout.tp > 1:
         calls["all_reduce"] += m * (forward + backward)
     if layout.replicate_zero:
-        calls["reduce_scatter_tensor"] += ops[Op.REDUCE_GRAD]
-        calls["all_gather_into_tensor"] += len(stages)  # what the last step has updated
+        buckets = 5 if "+updated_bucket" in plan.program else 1  # of 3,000 elements
+        calls["reduce_scatter_tensor"] += buckets * ops[Op.REDUCE_GRAD]
+        calls["all_gather_into_tensor"] += buckets * len(stages)  # what the last step has updated
     else:  # also where there is one data-parallel rank
         calls["all_reduce"] += ops[Op.REDUCE_GRAD]
     calls["all_reduce"] += 3 * m * last  # numbers per token: maximum, sum, the target's logit
