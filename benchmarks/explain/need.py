@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import nan
 
 from benchmarks.report.ratio_errors import NONE_WITH_TP, need_text, priced_runs, ratio_text
 from benchmarks.report.searches import MOST_GAP, Best
@@ -44,7 +45,8 @@ def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -
     answer = _answer(fastest, cut)
     if bests and not any(best.outcome.contender.space.tensor for best in bests):
         answer = NONE_WITH_TP
-    yield f"Do you need tensor parallelism here? {answer}"
+    memory = "For memory, no. For speed: " if False in fastest else ""
+    yield f"Do you need tensor parallelism here? {memory}{answer}"
 
 
 def _may_win(best: Best, fastest: Mapping[bool, Best]) -> bool:
@@ -122,8 +124,10 @@ def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:
     steps = {tensor: _step_s(best) for tensor, best in fastest.items()}
     ratio = steps.get(True, float("inf")) / steps.get(False, float("inf"))
     one = len({program_label(best.name) for best in fastest.values()}) == 1
-    text = need_text(ratio, one_program=one, is_cut=bool(cut))
+    # Where a search was cut, a side may not have found a plan of its fastest program.
+    text = need_text(nan if cut else ratio, one_program=one, is_cut=bool(cut))
     more = (
-        f" Cut: {'; '.join(cut)} (a larger budget= of zeropp tune searches longer, such as 600 s)."
+        f" Cut: {'; '.join(cut)} (with a larger budget= zeropp tune searches longer, and ends as "
+        "soon as nothing faster is left)."
     )
     return text + more * bool(cut)

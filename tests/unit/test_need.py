@@ -71,7 +71,7 @@ def test_the_answer_is_yes_no_or_cannot_be_told() -> None:
 def test_a_search_that_was_cut_answers_nothing() -> None:
     cut = replace(found()[0], searched=(replace(found()[0].outcome, bound_s=0.0),))
     (*told, last) = lines([cut, *found()[1:]])
-    assert "here? Cannot be told, as a search was cut. So far the fastest plan without" in last
+    assert "here? For memory, no. For speed: Cannot be told, as a search was cut. Cut: " in last
     assert "Cut: FSDP2 (" in last
     assert not any(line.startswith("Speed without over with") for line in told)
     slower_s = max(best.outcome.winner.step_s for best in found()[::2] if best.outcome.winner)
