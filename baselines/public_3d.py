@@ -398,14 +398,15 @@ def _sliced(
     asked: Public3DKnobs, point: SearchPoint[Any], zero: int, recompute: Recompute
 ) -> Iterator[dict[str, object]]:
     """The ways to send activations to the host to try beside ``recompute``, and sizes of buckets
-    beside ZeRO-1: the default and another, from which the search goes on."""
+    beside ZeRO-1: the default and, where few microbatches follow a gather, another."""
     degrees, cluster = point.degrees, point.task.cluster
     if not isinstance(asked, SlicingKnobs):
         yield {}
         return
     whole = (point.task.shape.layers - 1,) if (degrees.pp, recompute) == (1, "none") else ()
     modules = ("none", "attention")[: 2 if recompute != "full" and has_host(cluster) else 1]
-    sizes = choices(asked.bucket_size, (0, 100_000_000)[: 1 + ((degrees.pp, zero) == (1, 1))])
+    gathered = (degrees.pp, zero) == (1, 1) and point.num_microbatches <= 2
+    sizes = choices(asked.bucket_size, (0, 100_000_000)[: 1 + gathered])
     for sent in offload_choices(asked.offload_blocks, whole, cluster):
         for part in choices(asked.offload_modules, modules[: 1 if sent else None]):
             for bucket in sizes:
