@@ -64,7 +64,8 @@ PROVENANCE: dict[str, Provenance] = {
 _PASSING = re.compile(
     r"no space left|quota exceeded|read-only file system|stale file handle|input/output error|"
     r"node failure|communication connection failure|address already in use|EADDRINUSE|"
-    r"invalid job\b",  # srun's, of a controller that has begun anew
+    r"invalid job\b|"  # srun's, of a controller that has begun anew
+    r"job credential (expired|revoked)",  # srun's, of a node that has just come back
     re.I,
 )
 _NO_CAUSE = re.compile(  # lines of logs that only say that something ended

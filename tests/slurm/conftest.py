@@ -173,7 +173,8 @@ class Suite:
             jobs = self.cluster.run("squeue", "--array", "--long")
             nodes = self.cluster.run("sinfo", "--Node", "--long")
             log = (self.cluster.directory / "slurmctld.log").read_text().splitlines()[-60:]
-            raise TimeoutError("\n".join([str(error), jobs, nodes, *log])) from None
+            ended = [f"{r.record_id}: {r.status}: {r.reason}" for r in self.records()]
+            raise TimeoutError("\n".join([str(error), *ended, jobs, nodes, *log])) from None
 
     def queue(self) -> list[str]:
         """The ids of the points of this suite's sweeps that wait or run: tasks of arrays."""

@@ -584,6 +584,7 @@ BEFORE = "before the ranks started: "
         (ScriptEnd(143, stage="setup"), "a.log", "line 9: Terminated: sleep", "in setup: ", True),
         (ScriptEnd(1), "srun.log", "srun: error: Unable to create step: no CPU", BEFORE, False),
         (ScriptEnd(1), "srun.log", "srun: Expired or invalid job 34", BEFORE, True),
+        (ScriptEnd(1), "srun.log", "srun: error: n: Job credential revoked", BEFORE, True),
         (ScriptEnd(1), "rank_001.log", "ModuleNotFoundError: No module named", "rank 1: ", False),
         (ScriptEnd(1), "rank_001.log", "EADDRINUSE: address already in use", "rank 1: ", True),
         (ScriptEnd(7), "rank_001.log", "", "rank 1: exit code 1", False),
