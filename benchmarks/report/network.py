@@ -54,8 +54,9 @@ def network_answer(bests: Sequence[Best]) -> str:
     if not plans:
         return ""
     fastest = [min((ends[end], label) for ends, label in plans) for end in (0, 1)]
-    words = "The network between nodes was not measured. Of these plans, " + ", ".join(
-        f"at {share:.0%} of its nominal rate that of {label} is the fastest ({seconds:.3f} s)"
+    words = ", ".join(
+        f"at {share:.0%} of its nominal rate {label} ({seconds:.3f} s)"
         for (seconds, label), share in zip(fastest, NETWORK_PRIOR, strict=True)
     )
-    return words + (f". {_MEASURE}" if fastest[0][1] != fastest[1][1] else ".")
+    told = f"The network between nodes was not measured. The fastest of these plans is {words}."
+    return told + f" {_MEASURE}" * (fastest[0][1] != fastest[1][1])

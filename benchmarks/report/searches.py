@@ -221,10 +221,11 @@ def _best_of_row(
     settings: Settings = "users",
     **options: Any,
 ) -> Best:
-    """``best_of`` in a process of its own, with an equal share of the time until ``ends_s`` (by
-    ``monotonic``) where so many ``rounds`` of searches are to come, and at least a second. It
-    begins with the plans of the atlas. What it returns has no row, which cannot be sent."""
-    own, left_s = ROWS[name], max(1.0, (ends_s - monotonic()) / rounds)
+    """``best_of`` in a process of its own, with twice an equal share of the time until ``ends_s``
+    (by ``monotonic``) where so many ``rounds`` of searches are to come, as most end sooner, and at
+    least a second; the last has all that is left. It begins with the plans of the atlas. What it
+    returns has no row, which cannot be sent."""
+    own, left_s = ROWS[name], max(1.0, (ends_s - monotonic()) * 2 / (rounds + 1))
     known = atlas_plans(task, name, settings)
     best = best_of(task, own, settings=settings, known=known, budget_s=left_s, **options)
     for outcome in best.searched:

@@ -112,8 +112,10 @@ def show(task: Task, bests: list[Best], tolerance: float) -> None:
         lines.append(PlanLine(mark + best.label, best.winner, f"{best.gap:.1%}", style))
     heads = ["program", *(["plan"] * (not narrow)), "step s", "tokens/s/GPU", "of limit"]
     heads += ["peak GiB", "gap"]
+    cluster = task.cluster
     title = (
-        f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
+        f"{task.shape.name}, {task.num_gpus} x {cluster.name} ({cluster.gpus_per_node} in a node "
+        f"with {cluster.nics_per_node} x {cluster.inter.bandwidth_gb_s * 8:g} Gb/s), global batch "
         f"{task.global_batch}: best plans, simulated (* the fastest)"
     )
     table = table_of_plans(title, heads, lines)
