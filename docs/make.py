@@ -54,7 +54,12 @@ from benchmarks.specification import DTYPES, SpecError
 from benchmarks.specification.contenders import ROWS
 from benchmarks.verdict.assumptions import REPRICED
 from benchmarks.verdict.atlas import COMMITTED, atlas_tables
-from benchmarks.verdict.measured_pairs import pairs_figure, pairs_of_case, pairs_table
+from benchmarks.verdict.measured_pairs import (
+    pairs_figure,
+    pairs_of_case,
+    pairs_range,
+    pairs_table,
+)
 from benchmarks.verdict.pages import page_tables
 from benchmarks.verdict.pictures import pictures_of
 from benchmarks.verdict.uncertainty import judged
@@ -283,6 +288,7 @@ def _number(name: str) -> str:
     weak = pd.read_csv(_REFERENCE / "scaling" / "weak_scaling.csv").query("parameters_b >= 39")
     ahead = (weak["zeropp"] / weak["megatron_core"]).groupby(weak["cluster"])
     return {
+        **{f"pairs_{n}": pairs_range("65B to 70B", "H100", f"{n} bits") for n in ("16", "8")},
         "orders_sizes": f"{orders['bound']['sizes']:,}",
         "orders_plans": f"{orders['durations']['plans']}",
         "orders_gain": f"{orders['durations']['mean_gain']:.1%}",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from math import nan
+from math import log, nan
 
-from benchmarks.report.ratio_errors import NONE_WITH_TP, need_text, priced_runs, ratio_text
+from benchmarks.report.ratio_errors import NONE_WITH_TP, factor, need_text, priced_runs, ratio_text
 from benchmarks.report.searches import MOST_GAP, Best
 from benchmarks.specification import DTYPES
 from benchmarks.specification.contenders import program_label
@@ -19,9 +19,10 @@ _WITH = {False: "without tensor parallelism", True: "with it"}
 
 def need_lines(task: Task, bests: Sequence[Best], missing: Sequence[str] = ()) -> Iterator[str]:
     """The lines: the fastest plan without tensor parallelism and the fastest with it, their ratio
-    and that question's error, each program's own ratio, memory with its error, published runs of
-    this very case, and the answer. ``bests`` are rows on one side each (``contenders.sides``), or
-    whole programs; ``missing`` are the labels of those whose searches were stopped."""
+    and that question's error, each program's own ratio, memory with its error, the published runs
+    that are nearest to the case, and the answer. ``bests`` are rows on one side each
+    (``contenders.sides``), or whole programs; ``missing`` are the labels of those whose searches
+    were stopped."""
     sides: dict[bool, list[Best]] = {False: [], True: []}
     for best in bests:
         if best.winner is not None:
@@ -67,16 +68,20 @@ def _numbers(best: Best) -> str:
     device = best.outcome.task.cluster.device
     most = winner.peak_bytes * (1 + best.room.share) / 2**30
     gap = f", gap {best.gap:.1%}" if best.gap else ""
+    held = max(memory.host for memory in winner.result.memory)
+    limit = winner.result.price.host_limit
+    host = f", and {held / 2**30:.0f} of {limit / 2**30:.0f} GiB of its host" * (held > 0)
     return (
         f"{winner.step_s:.3g} s, {winner.result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{gap} "
-        f"({describe(winner.plan)}); {winner.peak_bytes / 2**30:.1f} GiB, with {best.room.words} "
-        f"{most:.1f} of {device.usable_bytes / 2**30:.1f} GiB ({device.memory_gib:g} less "
-        f"{device.reserved_gib:g} for CUDA)"
+        f"({describe(winner.plan)}); {winner.peak_bytes / 2**30:.1f} GiB, or {most:.1f} with "
+        f"{best.room.words}, of {device.usable_bytes / 2**30:.1f} GiB ({device.memory_gib:g} less "
+        f"{device.reserved_gib:g} for CUDA){host} per GPU"
     )
 
 
 def _own_ratios(sides: dict[bool, list[Best]]) -> Iterator[str]:
-    """Per program, the ratio of its fastest plans of both sides, and whether a search was cut."""
+    """Per program, the ratio of its fastest plans of both sides, which is the faster one beyond the
+    error, and whether a search was cut."""
     fastest: defaultdict[str, dict[bool, Best]] = defaultdict(dict)
     for tensor, found in sides.items():
         for best in sorted(found, key=_step_s, reverse=True):
@@ -86,18 +91,19 @@ def _own_ratios(sides: dict[bool, list[Best]]) -> Iterator[str]:
             ratio = _step_s(of[True]) / _step_s(of[False])
             is_cut = any(best.gap > MOST_GAP for best in of.values())
             words = ratio_text(ratio, one_program=True, tensor=True)
+            if max(ratio, 1 / ratio) > factor(one_program=True, tensor=True):
+                words += f" (faster {'without' if ratio > 1 else 'with it'})"
             yield f"{label} {f'{ratio:.2f} (a search was cut)' if is_cut else words}"
 
 
 def _published(task: Task) -> Iterator[str]:
-    """The published runs of the case's own model, device, number of GPUs and batch: a line per
-    plan, with its fastest run and its price."""
-    found: dict[str, tuple[float, str]] = {}
+    """The published runs of the case's model, device and precision whose numbers of GPUs and batch
+    are the nearest, with tensor parallelism and without: a line per plan, with its fastest run and
+    its price."""
+    found: dict[bool, dict[tuple[float, ...], dict[str, tuple[float, str]]]] = {False: {}, True: {}}
     for run in priced_runs():
         same = all(int(run[name]) == getattr(task.shape, name) for name in _CASE)
         same &= run["device"] == task.cluster.device.name and run["dtype"] in DTYPES[task.precision]
-        same &= int(run["num_gpus"]) == task.num_gpus
-        same &= int(run["global_batch"]) == task.global_batch
         if not same:
             continue
         # These take a tenth of the time of all imports, and few cases were published.
@@ -113,10 +119,15 @@ def _published(task: Task) -> Iterator[str]:
         error = float(run["predicted"]) / row.measured
         simulated = reached * (1 / error if row.measure.kind == "time" else error)
         degrees = " ".join(f"{name}={getattr(row, name)}" for name in ("tp", "pp", "cp"))
-        plan = f"Published run of this case: {row.program} {degrees} zero{row.zero}"
+        sizes = row.num_gpus / task.num_gpus, row.global_batch / task.global_batch
+        away = tuple(abs(log(size)) for size in sizes)
+        case = f"{row.num_gpus} GPUs and batch {row.global_batch}" if any(away) else "this case"
+        plan = f"Published run of {case}: {row.program} {degrees} zero{row.zero}"
         words = f"{reached:,.0f} tokens/s/GPU measured, {simulated:,.0f} simulated ({row.source})."
-        found[plan] = max(found.get(plan, (0.0, "")), (reached, words))
-    yield from (f"{plan}, {words}" for plan, (_, words) in found.items())
+        plans = found[row.tp > 1].setdefault(away, {})
+        plans[plan] = max(plans.get(plan, (0.0, "")), (reached, words))
+    for nearest in (of[min(of)] for of in found.values() if of):
+        yield from (f"{plan}, {words}" for plan, (_, words) in nearest.items())
 
 
 def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:

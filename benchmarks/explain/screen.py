@@ -40,14 +40,15 @@ _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest 
 
 _LEAST_HOST = 0.02  # of a step, from which on the host's share is said
 
-_WORDS = (
-    "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism), "
-    "b sequences per microbatch, m microbatches per step, the order of the pipeline, V stages per "
-    "rank, zero1 (optimizer states split over the replicas), sp (sequence parallelism), sums and "
-    "sent (types of gradients); in elements bucket (of gradients), of DeepSpeed live and "
-    "together (gathered ahead and at once), persistent (tensors up to it stay), and hpz (ranks of "
-    "a second copy); of ZeroPP, U microbatches per gather, cap (activations kept), and reduce "
-    "(gradients every so often)."
+PLAN_WORDS = (
+    "In plans: degrees (tp: tensor parallelism; shard: ZeRO-3; replicate: plain data parallelism; "
+    "context: of a sequence, whose ranks exchange heads or form a ring), b sequences per "
+    "microbatch, m microbatches per step, the order of the pipeline, V stages per rank, zero1 "
+    "(optimizer states split over the replicas), sp (sequence parallelism), sums and sent (types "
+    "of gradients); in elements bucket (of gradients), of DeepSpeed live and together (gathered "
+    "ahead and at once), persistent (tensors up to it stay), and hpz (ranks of a second copy); of "
+    "ZeroPP, U microbatches per gather, cap (activations kept), and reduce (gradients every so "
+    "often)."
 )
 
 
@@ -282,7 +283,7 @@ def show_best(answer: Answer, best: Sequence[Best], console: Console) -> None:
     missing = [row.label for row_name, row in ATLAS.items() if row_name not in found]
     for line in need_lines(answer.question.task, best, missing):
         console.print(line)
-    console.print(_WORDS, style="dim")
+    console.print(PLAN_WORDS, style="dim")
 
 
 def show_training(tokens: float, answer: Answer, console: Console) -> None:

@@ -43,20 +43,29 @@ def network_words(steps: tuple[float, float]) -> str:
 
 
 def network_answer(bests: Sequence[Best]) -> str:
-    """Which of the best plans is the fastest at either end of what the network may reach, and
-    whether it is to be measured first: where that is another one. Empty where it was measured."""
-    plans = [
-        (ends, best.label)
-        for best in bests
-        if (plan := best.winner)
-        and (ends := network_steps(best.outcome.contender, best.outcome.task, plan.candidate))
-    ]
-    if not plans:
+    """Which of the best plans is the fastest at either end of what the network may reach, with the
+    speed without tensor parallelism over that with it, and whether it is to be measured first:
+    where that is another one. Empty where it was measured."""
+    ends: tuple[list[tuple[float, str, bool]], ...] = ([], [])
+    for best in bests:
+        if plan := best.winner:
+            steps = network_steps(best.outcome.contender, best.outcome.task, plan.candidate)
+            for found, step_s in zip(ends, steps or (), strict=bool(steps)):
+                found.append((step_s, best.label, plan.plan.layout.tp > 1))
+    if not ends[0]:
         return ""
-    fastest = [min((ends[end], label) for ends, label in plans) for end in (0, 1)]
-    words = ", ".join(
-        f"at {share:.0%} of its nominal rate {label} ({seconds:.3f} s)"
-        for (seconds, label), share in zip(fastest, NETWORK_PRIOR, strict=True)
+    words = "; ".join(
+        f"at {share:.0%} of its nominal rate {min(found)[1]} ({_sides(found)})"
+        for found, share in zip(ends, NETWORK_PRIOR, strict=True)
     )
     told = f"The network between nodes was not measured. The fastest of these plans is {words}."
-    return told + f" {_MEASURE}" * (fastest[0][1] != fastest[1][1])
+    return told + f" {_MEASURE}" * (min(ends[0])[1] != min(ends[1])[1])
+
+
+def _sides(plans: list[tuple[float, str, bool]]) -> str:
+    """The seconds of the fastest plan, and the ratio of both sides, if there are plans of both."""
+    fastest = {tensor: step_s for step_s, _, tensor in sorted(plans, reverse=True)}
+    words = f"{min(plans)[0]:.3f} s"
+    if len(fastest) == 2:
+        words += f", without TP over with it {fastest[True] / fastest[False]:.2f}"
+    return words

@@ -183,10 +183,11 @@ def search_rows(
 ) -> list[Best]:
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
     ``budget_s`` are seconds of wall time, of which every row gets its share of what is left
-    when its search begins; ``tell`` gets each as it comes; ``beside`` is what this process does
-    first while the others search. The one that takes longest has a core of its own, if there are
-    several; of the others, those that take longest begin last. Ctrl-C ends the searches, and gives
-    those that had come; raised again where there is none."""
+    when its search begins; those that were cut begin anew where a quarter is left at the end.
+    ``tell`` gets each as it comes; ``beside`` is what this process does first while the others
+    search. The one that takes longest has a core of its own, if there are several; of the others,
+    those that take longest begin last. Ctrl-C ends the searches, and gives those that had come;
+    raised again where there is none."""
     spaces = {name: ROWS[name].contender for name in names}
     *others, longest = sorted(spaces, key=lambda name: spaces[name].search_effort)
     cores = min(os.cpu_count() or 1, len(spaces))
@@ -204,8 +205,13 @@ def search_rows(
                 while waiting:
                     bar.update(line, completed=len(found), description="searching best plans")
                     for done in wait(waiting, _TELL_EVERY_S, FIRST_COMPLETED).done:
-                        found[waiting.pop(done)] = done.result()
-                        tell(done.result())
+                        name, best = waiting.pop(done), done.result()
+                        found[name] = min(found.get(name, best), best, key=lambda of: of.gap)
+                        tell(best)
+                    if not waiting and ends_s - monotonic() > budget_s / 4:
+                        cut = [name for name in order if not found[name].is_complete]
+                        share = ceil(len(cut) / cores)
+                        waiting = {pool.submit(begin, name, share): name for name in cut}
     except KeyboardInterrupt:
         if not found:
             raise

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from benchmarks.explain.need import need_lines
-from benchmarks.explain.screen import PlanLine, lost, table_of_plans, written_as
+from benchmarks.explain.screen import PLAN_WORDS, PlanLine, lost, table_of_plans, written_as
 from benchmarks.records.record import write_atomically
 from benchmarks.report.network import network_answer
 from benchmarks.report.searches import Best, search_rows
@@ -128,6 +128,7 @@ def show(task: Task, bests: list[Best], tolerance: float) -> None:
         table.caption += f" Plans: {'; '.join(plans)}."
     table.caption_justify = "left"
     console.print(table)
+    console.print(PLAN_WORDS, style="dim")
     limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
     tell = partial(console.print, highlight=False)
     tell(
@@ -150,9 +151,9 @@ def show(task: Task, bests: list[Best], tolerance: float) -> None:
         tell(f"{words}{f'; impossible: {why}' * (best.winner is None)}.")
         for words in best.refusals():
             tell(f"{best.label} {words}.")
-    for caveat in dict.fromkeys(best.outcome.contender.caveat for best in bests):
-        if caveat:
-            tell(caveat)
+    for best in bests:
+        if best.winner and best.winner.plan.layout.pp > 1 and best.outcome.contender.caveat:
+            tell(best.outcome.contender.caveat)
 
 
 def print_commands(spec: TuneSpec, outcomes: list[Best]) -> None:

@@ -118,6 +118,11 @@ def pairs_table(which: str) -> str:
     return markdown_table(heads, lines)
 
 
+def pairs_range(size: str, device: str, precision: str) -> str:
+    """The range of the ratios of a line of the table of all pairs."""
+    return _range(sorted(p.ratio for p in _grouped(_all_pairs())[size, device, precision]), ".2f")
+
+
 def pairs_of_case(case: Mapping[Any, Any]) -> str:
     """The measured pairs of a case's model, device, sequence and precision, and of one batch, as a
     sentence; empty if there are none."""

@@ -104,6 +104,10 @@ def test_published_runs_of_the_very_case_are_named() -> None:
     assert run.startswith("Published run of this case: nemo_h100 tp=8 pp=8 cp=2 zero1, 207 tokens")
     assert "214 simulated" in run
     assert answer.endswith("Cannot be told: no plan fits.")
+    near = replace(case, shape=shape_named("llama_70b"), num_gpus=300, global_batch=300)
+    without, *having, _ = lines([], near)
+    assert without.startswith("Published run of 256 GPUs and batch 512: maxtext tp=1 pp=1 cp=1")
+    assert [run.split()[3] for run in having] == ["256", "256"]
 
 
 def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +136,7 @@ def test_the_longest_search_has_a_core_of_its_own_and_all_of_the_time(
         def submit(_: object, name: str, rounds: int) -> Future[Any]:
             begun.append((name, rounds))
             result = Future[Any]()
-            result.set_result(name)
+            result.set_result(found()[0])
             return result
 
         pool = SimpleNamespace(submit=submit)
