@@ -14,6 +14,7 @@ from zeropp.choose.contender import describe
 from zeropp.choose.task import Task
 
 _CASE = ("layers", "hidden", "heads", "kv_heads", "ffn", "seq")
+_NODE = ("gpus_per_node", "nics_per_node")
 _WITH = {False: "without tensor parallelism", True: "with it"}
 
 
@@ -92,21 +93,21 @@ def _own_ratios(sides: dict[bool, list[Best]]) -> Iterator[str]:
             is_cut = any(best.gap > MOST_GAP for best in of.values())
             words = ratio_text(ratio, one_program=True, tensor=True)
             if max(ratio, 1 / ratio) > factor(one_program=True, tensor=True):
-                words += f" (faster {'without' if ratio > 1 else 'with it'})"
+                words += f" (faster with{'out' * (ratio > 1)} it)"
             yield f"{label} {f'{ratio:.2f} (a search was cut)' if is_cut else words}"
 
 
 def _published(task: Task) -> Iterator[str]:
-    """The published runs of the case's model, device and precision whose numbers of GPUs and batch
-    are the nearest, with tensor parallelism and without: a line per plan, with its fastest run and
-    its price."""
+    """The published runs of the case's model, precision and nodes whose number of GPUs is the
+    nearest, and of these whose batch is, with tensor parallelism and without: a line per plan, with
+    its fastest run and its price."""
     found: dict[bool, dict[tuple[float, ...], dict[str, tuple[float, str]]]] = {False: {}, True: {}}
     for run in priced_runs():
         same = all(int(run[name]) == getattr(task.shape, name) for name in _CASE)
         same &= run["device"] == task.cluster.device.name and run["dtype"] in DTYPES[task.precision]
         if not same:
             continue
-        # These take a tenth of the time of all imports, and few cases were published.
+        # These take a tenth of the time of all imports, and not every model was published.
         from benchmarks.validation.rows import COLUMNS, METRICS, SPEEDS, PublishedRow
         from benchmarks.validation.stated import cluster_of, measured_s
 
@@ -114,15 +115,19 @@ def _published(task: Task) -> Iterator[str]:
             continue
         stated = {name: cell for name, cell in run.items() if name in COLUMNS and cell}
         row = PublishedRow.model_validate(stated | {"url": run["place"], "table": run["place"]})
+        own = cluster_of(row)
+        if any(getattr(own, name) != getattr(task.cluster, name) for name in _NODE):
+            continue
         tokens = row.global_batch * row.seq / row.num_gpus
-        reached = tokens / measured_s(row, cluster_of(row).device)
+        reached = tokens / measured_s(row, own.device)
         error = float(run["predicted"]) / row.measured
         simulated = reached * (1 / error if row.measure.kind == "time" else error)
         degrees = " ".join(f"{name}={getattr(row, name)}" for name in ("tp", "pp", "cp"))
         sizes = row.num_gpus / task.num_gpus, row.global_batch / task.global_batch
         away = tuple(abs(log(size)) for size in sizes)
-        case = f"{row.num_gpus} GPUs and batch {row.global_batch}" if any(away) else "this case"
-        plan = f"Published run of {case}: {row.program} {degrees} zero{row.zero}"
+        near = f"Nearest published run ({row.num_gpus} GPUs, batch {row.global_batch})"
+        case = near if any(away) else "Published run of this case"
+        plan = f"{case}: {row.program} {degrees} zero{row.zero}"
         words = f"{reached:,.0f} tokens/s/GPU measured, {simulated:,.0f} simulated ({row.source})."
         plans = found[row.tp > 1].setdefault(away, {})
         plans[plan] = max(plans.get(plan, (0.0, "")), (reached, words))

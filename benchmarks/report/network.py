@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.report.ratio_errors import factor
-from benchmarks.report.searches import Best
+from benchmarks.report.searches import MOST_GAP, Best
 from zeropp.choose.contender import Contender
 from zeropp.choose.task import Candidate, Task
 from zeropp.price.cluster import NETWORK_PRIOR, network_range
@@ -54,18 +54,21 @@ def network_answer(bests: Sequence[Best]) -> str:
                 found.append((step_s, best.label, plan.plan.layout.tp > 1))
     if not ends[0]:
         return ""
+    is_cut = any(best.gap > MOST_GAP for best in bests)
     words = "; ".join(
-        f"at {share:.0%} of its nominal rate {min(found)[1]} ({_sides(found)})"
+        f"at {share:.0%} of its nominal rate, {_fastest(found, is_cut)}"
         for found, share in zip(ends, NETWORK_PRIOR, strict=True)
     )
-    told = f"The network between nodes was not measured. The fastest of these plans is {words}."
+    told = f"The network between nodes was not measured. The fastest of these plans: {words}."
     return told + f" {_MEASURE}" * (min(ends[0])[1] != min(ends[1])[1])
 
 
-def _sides(plans: list[tuple[float, str, bool]]) -> str:
-    """The seconds of the fastest plan, and the ratio of both sides, if there are plans of both."""
-    fastest = {tensor: step_s for step_s, _, tensor in sorted(plans, reverse=True)}
-    words = f"{min(plans)[0]:.3f} s"
-    if len(fastest) == 2:
-        words += f", without TP over with it {fastest[True] / fastest[False]:.2f}"
-    return words
+def _fastest(plans: list[tuple[float, str, bool]], is_cut: bool) -> str:
+    """The fastest plan, and the ratio of both sides, if there are plans of both and no search was
+    cut."""
+    sides = {tensor: step_s for step_s, _, tensor in sorted(plans, reverse=True)}
+    words = f"{min(plans)[1]} ({min(plans)[0]:.3f} s"
+    if len(sides) == 2 and not is_cut:
+        ratio = sides[True] / sides[False]
+        words += f"; speed without tensor parallelism over with it {ratio:.2f}"
+    return f"{words})"

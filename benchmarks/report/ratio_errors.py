@@ -125,7 +125,7 @@ def memory_room(programs: Iterable[str]) -> Room:
     where every source weighs the same. Most of these runs helped to describe their program."""
     peaks = [run for run in priced_runs() if METRIC_OF_PEAKS in run["metric"]]
     own = [run for run in peaks if run["program"] in programs]
-    used, whose = (own, "its own") if len(own) >= FEWEST_PEAKS else (peaks, "all programs")
+    used, whose = (own, "this program") if len(own) >= FEWEST_PEAKS else (peaks, "all programs")
     share = interval_of(
         (run["source"], max(0.0, float(run["value"]) / float(run["predicted"]) - 1)) for run in used
     )

@@ -183,11 +183,11 @@ def search_rows(
 ) -> list[Best]:
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
     ``budget_s`` are seconds of wall time, of which every row gets its share of what is left
-    when its search begins; those that were cut begin anew where a quarter is left at the end.
-    ``tell`` gets each as it comes; ``beside`` is what this process does first while the others
-    search. The one that takes longest has a core of its own, if there are several; of the others,
-    those that take longest begin last. Ctrl-C ends the searches, and gives those that had come;
-    raised again where there is none."""
+    when its search begins; those that were cut begin once more, with what they found, where more
+    is left for them at the end. ``tell`` gets each as it comes; ``beside`` is what this process
+    does first while the others search. The one that takes longest has a core of its own, if there
+    are several; of the others, those that take longest begin last. Ctrl-C ends the searches, and
+    gives those that had come; raised again where there is none."""
     spaces = {name: ROWS[name].contender for name in names}
     *others, longest = sorted(spaces, key=lambda name: spaces[name].search_effort)
     cores = min(os.cpu_count() or 1, len(spaces))
@@ -203,15 +203,19 @@ def search_rows(
             with progress_line() as bar:
                 line = bar.add_task("", total=len(order))
                 while waiting:
-                    bar.update(line, completed=len(found), description="searching best plans")
+                    ended = len(spaces) - len(waiting)
+                    bar.update(line, completed=ended, description="searching best plans")
                     for done in wait(waiting, _TELL_EVERY_S, FIRST_COMPLETED).done:
-                        name, best = waiting.pop(done), done.result()
-                        found[name] = min(found.get(name, best), best, key=lambda of: of.gap)
-                        tell(best)
-                    if not waiting and ends_s - monotonic() > budget_s / 4:
+                        found[waiting.pop(done)] = done.result()
+                        tell(done.result())
+                    if not waiting:
                         cut = [name for name in order if not found[name].is_complete]
-                        share = ceil(len(cut) / cores)
-                        waiting = {pool.submit(begin, name, share): name for name in cut}
+                        share, order = ceil(len(cut) / cores), []
+                        if (ends_s - monotonic()) * max(rounds.values()) > share * budget_s:
+                            waiting = {
+                                pool.submit(begin, name, share, found[name].winner): name
+                                for name in cut
+                            }
     except KeyboardInterrupt:
         if not found:
             raise
@@ -222,17 +226,20 @@ def _best_of_row(
     task: Task,
     name: str,
     rounds: int,
+    before: Evaluated[Any] | None = None,
     *,
     ends_s: float,
     settings: Settings = "users",
     **options: Any,
 ) -> Best:
-    """``best_of`` in a process of its own, with twice an equal share of the time until ``ends_s``
-    (by ``monotonic``) where so many ``rounds`` of searches are to come, as most end sooner, and at
-    least a second; the last has all that is left. It begins with the plans of the atlas. What it
-    returns has no row, which cannot be sent."""
-    own, left_s = ROWS[name], max(1.0, (ends_s - monotonic()) * 2 / (rounds + 1))
+    """``best_of`` in a process of its own, with an equal share of the time until ``ends_s`` (by
+    ``monotonic``) where so many ``rounds`` of searches are to come, and at least a second. It
+    begins with the plan that was found ``before``, and with those of the atlas. What it returns
+    has no row, which cannot be sent."""
+    own, left_s = ROWS[name], max(1.0, (ends_s - monotonic()) / rounds)
     known = atlas_plans(task, name, settings)
+    if before:
+        known.insert(0, before.candidate)
     best = best_of(task, own, settings=settings, known=known, budget_s=left_s, **options)
     for outcome in best.searched:
         searched = (own.contender, *own.others)

@@ -97,14 +97,12 @@ def _tables(plans: pd.DataFrame) -> dict[str, str]:
     cells["reach"] = [factor(one_program=bool(one), tensor=True) for one in cells["one_program"]]
     told, core = cells[~cells["cut"]], cells["core"].dropna()
     reach, own = (factor(one_program=one, tensor=True) for one in (False, True))
-    # Plans with tensor parallelism, or that need the host's memory.
-    other = plans["contender"].str.endswith("_tp") | plans["plan"].str.contains(
-        "offloaded", na=True
-    )
+    fitting = plans[plans["tokens_per_s_per_gpu"].notna()]
+    alone = ~fitting["contender"].str.endswith("_tp") & ~fitting["plan"].str.contains("offloaded")
     numbers = {
         "cells": f"{len(cells)}",
         "cut": f"{cells['cut'].sum()}",
-        "without_fits": f"{plans[~other].groupby(_CELL).ngroups}",
+        "without_fits": f"{fitting[alone].groupby(_CELL).ngroups}",
         "factor": f"{reach:.2f}",
         "error": f"± {reach - 1:.0%}",
         "factor_own": f"{own:.2f}",

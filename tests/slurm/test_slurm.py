@@ -156,6 +156,7 @@ def test_a_node_taken_down_then_the_rest_completed(suite: Suite) -> None:
     suite.cluster.start_node("zpnode8")
     suite.wait_for_records(3)
     suite.wait_until_idle()
+    assert sorted(r.slurm["restart"] for r in suite.records()) == [0, 0, 1]
     # Slurm may still end what began at once on a node that came back.
     suite.stand_in("seed=3,0", *suite.apart_on("zpnode8"), "rerun=failed")
     suite.wait_for_states(["ok", "ok"])

@@ -17,6 +17,7 @@ import pytest
 from benchmarks.explain.need import need_lines
 from benchmarks.records.simulated import shape_named
 from benchmarks.report import searches
+from benchmarks.report.network import network_answer, network_steps
 from benchmarks.report.ratio_errors import factor, need_text
 from benchmarks.report.searches import Best, _atlas, atlas_plans, best_of, search_rows
 from benchmarks.specification.compose import compose
@@ -56,7 +57,21 @@ def test_the_fastest_of_both_sides_are_compared_and_may_exceed_one() -> None:
     assert f"Speed without over with: {ratio:.2f} [" in told[2]
     own = having.step_s / sides["megatron_core_tp1"].step_s
     assert f"Megatron-Core {own:.2f} [" in told[3]
+    assert "faster" not in told[3]
     assert told[-1].startswith("Do you need tensor parallelism here? ")
+
+
+def test_what_decides_is_said_of_one_program_of_the_host_and_of_the_network() -> None:
+    asked = {"megatron_core_tp": {"tp": 8}, "fsdp": {"offload_blocks": 4}}
+    slow, host = (best_of(SMALL, ROWS[name], asked=replace(ROWS[name].contender.knobs(), **knobs))
+                  for name, knobs in asked.items())  # fmt: skip
+    assert "(faster without it)" in lines([*found()[:2], slow])[3]
+    assert " of 230 GiB of its host per GPU." in lines([host])[0]
+    nodes = replace(SMALL, cluster=replace(SMALL.cluster, name="halves", gpus_per_node=4))
+    apart = [replace(best, outcome=replace(best.outcome, task=nodes)) for best in found()]
+    steps = [(network_steps(of.outcome.contender, nodes, of.winner.candidate) or (0.0,))[0]
+             for of in apart if of.winner]  # fmt: skip
+    assert f" over with it {steps[2] / min(steps[:2]):.2f}); at 96%" in network_answer(apart)
 
 
 def test_the_answer_is_yes_no_or_cannot_be_told() -> None:
@@ -104,10 +119,10 @@ def test_published_runs_of_the_very_case_are_named() -> None:
     assert run.startswith("Published run of this case: nemo_h100 tp=8 pp=8 cp=2 zero1, 207 tokens")
     assert "214 simulated" in run
     assert answer.endswith("Cannot be told: no plan fits.")
-    near = replace(case, shape=shape_named("llama_70b"), num_gpus=300, global_batch=300)
-    without, *having, _ = lines([], near)
-    assert without.startswith("Published run of 256 GPUs and batch 512: maxtext tp=1 pp=1 cp=1")
-    assert [run.split()[3] for run in having] == ["256", "256"]
+    near = replace(case, shape=shape_named("llama_8b"), num_gpus=16, global_batch=64)
+    assert [line.partition(":")[0] for line in lines([], near)[:-1]] == [
+        f"Nearest published run (16 GPUs, batch {batch})" for batch in (256, 512)
+    ]
 
 
 def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,20 +145,22 @@ def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_longest_search_has_a_core_of_its_own_and_all_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def shares(cores: int) -> list[tuple[str, int]]:
+    def shares(cores: int, *, is_complete: bool = True) -> list[tuple[str, int]]:
+        outcome = replace(found()[0].outcome, is_complete=is_complete)
         begun: list[tuple[str, int]] = []
 
-        def submit(_: object, name: str, rounds: int) -> Future[Any]:
+        def submit(_: object, name: str, rounds: int, before: object = None) -> Future[Any]:
             begun.append((name, rounds))
+            assert before in (None, outcome.winner)
             result = Future[Any]()
-            result.set_result(found()[0])
+            result.set_result(replace(found()[0], searched=(outcome,)))
             return result
 
         pool = SimpleNamespace(submit=submit)
         monkeypatch.setattr("os.cpu_count", lambda: cores)
         monkeypatch.setattr(searches, "workers", lambda *_: nullcontext(pool))
         search_rows(SMALL, names, 5.0, beside=lambda: begun.append(("meanwhile", 0)))
-        assert begun.pop() == ("meanwhile", 0)  # all searches have begun
+        assert begun.pop(len(names)) == ("meanwhile", 0)  # all searches have begun
         return begun
 
     names = ["zeropp", "fsdp", "megatron_fsdp", "torchtitan_tp"]
@@ -151,6 +168,9 @@ def test_the_longest_search_has_a_core_of_its_own_and_all_of_the_time(
     assert shares(2) == [("zeropp", 1), ("megatron_fsdp", 3), ("fsdp", 2), ("torchtitan_tp", 1)]
     assert [rounds for _, rounds in shares(3)] == [1, 2, 1, 1]
     assert [rounds for _, rounds in shares(8)] == [1, 1, 1, 1]
+    # Once more, where each has more time than before.
+    again = [shares(cores, is_complete=False)[4:] for cores in (1, 2)]
+    assert again == [[], [(name, 2) for name, _ in shares(2)]]
 
 
 def test_a_search_begins_with_plans_of_the_atlas_of_the_same_model() -> None:
