@@ -181,10 +181,12 @@ def _apart(cell: pd.Series[Any]) -> str:
 
 def _by_model(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The cells of every model, those that are set apart behind others, and then those of its
-    products in 8 bits, with a label, by size."""
+    products in 8 bits, by size; with a label, which names their device where all have one."""
     sizes = cells["model"].map(lambda name: parameter_count(shape_named(name)))
     for (precision, _, model, apart), of in cells.groupby(["precision", sizes, "model", "apart"]):
-        yield f"{model_label(str(model))}{apart}{' in 8 bits' * (precision == 'fp8')}", of
+        devices = {preset("cluster", name, Cluster).device.name for name in of["cluster"]}
+        label = model_label(str(model)) + " in 8 bits" * (precision == "fp8")
+        yield f"{label}{f' on {min(devices).upper()}' * (len(devices) == 1)}{apart}", of
 
 
 _RATIOS = ("without", "without_fsdp", "core")

@@ -102,7 +102,7 @@ def test_tensor_parallelism_is_needed_for_memory_or_speed(
     if zeropp is None:
         changed["megatron_core_tp1"] = None
     (line,) = _cells(atlas_tables(_rows(changed))["need"])
-    assert line == ["Llama 8B", "1", *cells]
+    assert line == ["Llama 8B on H100", "1", *cells]
 
 
 def test_a_search_without_tensor_parallelism_in_its_best_plan_bounds_the_ratio() -> None:
@@ -133,9 +133,9 @@ def test_shared_cards_and_shared_sequences_are_lines_of_their_own() -> None:
     rows.loc[batch == 1024, "global_batch"] = 32
     tables = atlas_tables(rows)
     assert [(line[0], line[-1]) for line in _cells(tables["need"])] == [
-        ("Llama 8B", "0.91 (0.91 to 0.91)"),
-        ("Llama 8B, GPUs share cards", "2.00 (2.00 to 2.00)"),
-        ("Llama 8B, less than a sequence per GPU", "3.00 (3.00 to 3.00)"),
+        ("Llama 8B on H100", "0.91 (0.91 to 0.91)"),
+        ("Llama 8B on H100, GPUs share cards", "2.00 (2.00 to 2.00)"),
+        ("Llama 8B on H100, less than a sequence per GPU", "3.00 (3.00 to 3.00)"),
     ]
     assert tables["llama_8b_bf16"] == "0.91"
 
