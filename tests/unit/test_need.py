@@ -116,13 +116,16 @@ def test_published_runs_of_the_very_case_are_named() -> None:
         num_gpus=512, global_batch=256,
     )  # fmt: skip
     (run, answer) = lines([], case)
-    assert run.startswith("Published run of this case: nemo_h100 tp=8 pp=8 cp=2 zero1, 207 tokens")
-    assert "214 simulated" in run
+    assert run.split(" (")[0] == (
+        "Published run of this case: nemo_h100 tp=8 pp=8 cp=2 zero1, 207 tokens/s/GPU measured, "
+        "214 simulated"
+    )
     assert answer.endswith("Cannot be told: no plan fits.")
     near = replace(case, shape=shape_named("llama_8b"), num_gpus=16, global_batch=64)
     assert [line.partition(":")[0] for line in lines([], near)[:-1]] == [
         f"Nearest published run (16 GPUs, batch {batch})" for batch in (256, 512)
     ]
+    assert len(lines([], replace(near, cluster=preset("cluster", "h100_one_nic", Cluster)))) == 1
 
 
 def test_ctrl_c_keeps_what_has_been_found(monkeypatch: pytest.MonkeyPatch) -> None:
