@@ -131,8 +131,11 @@ def _published(task: Task) -> Iterator[str]:
         words = f"{reached:,.0f} tokens/s/GPU measured, {simulated:,.0f} simulated ({row.source})."
         plans = found[row.tp > 1].setdefault(away, {})
         plans[plan] = max(plans.get(plan, (0.0, "")), (reached, words))
-    for nearest in (of[min(of)] for of in found.values() if of):
-        yield from (f"{plan}, {words}" for plan, (_, words) in nearest.items())
+    nearest = [min(of.items()) for of in found.values() if of]
+    for _, plans in nearest:
+        yield from (f"{plan}, {words}" for plan, (_, words) in plans.items())
+    if len(nearest) == 2 and nearest[0][0] != nearest[1][0]:
+        yield "These runs without tensor parallelism and with it are no pair: their sizes differ."
 
 
 def _answer(fastest: dict[bool, Best], cut: Sequence[str]) -> str:

@@ -123,7 +123,8 @@ def test_published_runs_of_the_very_case_are_named() -> None:
     assert answer.endswith("Cannot be told: no plan fits.")
     near = replace(case, shape=shape_named("llama_8b"), num_gpus=16, global_batch=64)
     assert [line.partition(":")[0] for line in lines([], near)[:-1]] == [
-        f"Nearest published run (16 GPUs, batch {batch})" for batch in (256, 512)
+        *(f"Nearest published run (16 GPUs, batch {batch})" for batch in (256, 512)),
+        "These runs without tensor parallelism and with it are no pair",
     ]
     assert len(lines([], replace(near, cluster=preset("cluster", "h100_one_nic", Cluster)))) == 1
 
