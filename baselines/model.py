@@ -213,8 +213,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def sliced_cross_entropy(logits: Tensor, targets: Tensor, tokens: int = 0) -> Tensor:
-    """The same, with no more than a slice of the tokens in fp32 at a time; or, where these are some
-    of so many ``tokens``, their part of the mean over all."""
+    """The same, with no more than a slice of the tokens in fp32 at a time; or, where these are a
+    part of ``tokens`` tokens, their part of the mean over all."""
     total = in_slices(
         lambda part, own: F.cross_entropy(part.float(), own, reduction="sum"),
         logits.flatten(0, 1),

@@ -277,8 +277,8 @@ def _microbatch_size(batch: int, reading: Reading, shard: int, replicate: int) -
 
 
 def _pad(model: dict[str, Any], pads: int, tp: Any, reading: Reading) -> None:
-    """Pad the vocabulary as the program does, to a multiple of ``pads`` x TP (0: not at all), of
-    which every TP degree that a search tries takes a whole part."""
+    """Pad the vocabulary as the program does, to a multiple of ``pads`` x TP (0: not at all),
+    so that it can be divided by every TP degree that a search tries."""
     size, multiple = model["vocab"], pads * (tp if type(tp) is int and tp > 0 else 1)
     if type(size) is int and multiple and size % multiple:
         model["vocab"] = -(-size // multiple) * multiple

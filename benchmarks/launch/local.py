@@ -98,8 +98,8 @@ def start_rank(
 ) -> BaseProcess:
     """Start one rank: ``python -m benchmarks.worker`` with these arguments.
 
-    ``variables`` are added to its environment; its output goes to ``log``; it ends when the pipe of
-    which ``parent`` is the reading end is closed. The first call of a process starts the fork
+    ``variables`` are added to its environment; its output goes to ``log``; it ends when the pipe
+    whose reading end is ``parent`` is closed. The first call of a process starts the fork
     server, from which all later ranks are forked, too.
     """
     process = _CONTEXT.Process(

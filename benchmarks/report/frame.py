@@ -467,8 +467,8 @@ def with_repeats(rows: pd.DataFrame, frame: pd.DataFrame, keys: Sequence[str]) -
 
 
 def ratio_of_repeats(top: Mapping[Any, Any], bottom: Mapping[Any, Any]) -> Summary:
-    """The ratio of the step times of two rows of ``with_repeats`` on one cluster, at least one of
-    which was repeated, with the interval of the ratio of their next runs."""
+    """The ratio of the step times of two rows of ``with_repeats`` on one cluster, where at least
+    one was repeated, with the interval of the ratio of their next runs."""
     repeated = max(top, bottom, key=lambda row: row["runs"])
     ratio = top["step_s"] / bottom["step_s"]
     runs = [int(row["runs"]) for row in (top, bottom)]

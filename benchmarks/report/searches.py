@@ -182,8 +182,8 @@ def search_rows(
     **options: Any,
 ) -> list[Best]:
     """The best plans of rows of ``ROWS``, each searched in a process of its own, on all cores.
-    ``budget_s`` are seconds of wall time, of which every row gets its share of what is left
-    when its search begins; those that were cut begin once more, with what they found, where more
+    ``budget_s`` are seconds of wall time. Every row gets its share of what is left of them when
+    its search begins; those that were cut begin once more, with what they found, where more
     is left for them at the end. ``tell`` gets each as it comes; ``beside`` is what this process
     does first while the others search. The one that takes longest has a core of its own, if there
     are several; of the others, those that take longest begin last. Ctrl-C ends the searches, and
@@ -233,7 +233,7 @@ def _best_of_row(
     **options: Any,
 ) -> Best:
     """``best_of`` in a process of its own, with half as much again as an equal share of the time
-    until ``ends_s`` (by ``monotonic``) where so many ``rounds`` of searches are to come, as most
+    until ``ends_s`` (by ``monotonic``) where ``rounds`` searches in a row are to come, as most
     end sooner, and at least a second. It begins with the plan that was found ``before``, and with
     those of the atlas. What it returns has no row, which cannot be sent."""
     own, left_s = ROWS[name], max(1.0, (ends_s - monotonic()) * 1.5 / (rounds + 0.5))

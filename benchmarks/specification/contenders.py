@@ -57,7 +57,7 @@ class Compared:
     name: str
     label: str
     contender: Contender[Any]
-    allows: Callable[[Any], bool]  # of degrees: a point's, or knobs of which none is auto
+    allows: Callable[[Any], bool]  # of degrees: a point's, or knobs without auto
     others: tuple[Contender[Any], ...] = ()
 
     @property

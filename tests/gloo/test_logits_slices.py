@@ -16,7 +16,7 @@ from zeropp.price import price_plan
 from zeropp.price.peak_memory import peak_memory
 from zeropp.schedule.plan import Plan
 
-# With so many words the head's tensors are the peak, also in four slices.
+# With this many words the head's tensors are the peak, also in four slices.
 LARGE = {**TRACED_SIZES, "vocab": 16384, "seq": 1024}
 
 

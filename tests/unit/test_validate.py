@@ -164,7 +164,7 @@ def test_products_in_8_bits_are_faster_by_less_than_their_gain() -> None:
 def test_no_measured_run_is_faster_than_the_compute_limit() -> None:
     """Those of every generation: the limit has the newest kernels of a device. It assumes 16 bytes
     of states per parameter, where llm.q keeps 10, so that larger microbatches fit, and what is
-    between the products of a Llama, of which nanochat has less (norms without weights, ReLU)."""
+    between the products of a Llama; nanochat has less of it (norms without weights, ReLU)."""
     over = {}
     for line in (line for table in training_tables() for line in read_rows(table)):
         one = line.row

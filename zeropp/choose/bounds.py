@@ -361,9 +361,9 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
     unless steps overlap, and than its first stage is gathered. Its compute takes the time of all
     its microbatches, and its link that of all its gathers and reductions; after its last weight
     gradient come at least the reductions of one stage. Its first backward has come through all
-    stages and back, and only so many forwards are before it (``_first_forwards_s``). After its last
-    input gradient, the gradient still goes back to stage 0, whose rank then makes the weight
-    gradient that belongs to it. Where activations are capped, a rank fills and drains slowly
+    stages and back, and the number of forwards before it is limited (``_first_forwards_s``). After
+    its last input gradient, the gradient still goes back to stage 0, whose rank then makes the
+    weight gradient that belongs to it. Where activations are capped, a rank fills and drains slowly
     (``_capped_s``). Compute waits for copies to and from the host (``_waits_s``).
     """
     ranks = range(plan.schedule.num_ranks)
@@ -372,8 +372,8 @@ def least_step_s(plan: SizedPlan, price: StepTimes, *, any_unit: bool = False) -
     latency = Latency.of(plan, slowed)
     ends = [_Ends.of(plan, price, rank) for rank in ranks]
     last = ends[plan.schedule.stage_rank[0]]
-    # The last stage turns all microbatches, the first of which has come through all stages, and
-    # the last of which goes back through them.
+    # The last stage turns all microbatches. The first has come through all stages, and the last
+    # goes back through them.
     turned = plan.num_microbatches * (slowed.stages[-1].forward + latency.backward[-1])
     worst = latency.to[-1] + turned + latency.back[-1] + latency.weight[0]
     worst += last.reduced_s + last.updated_s

@@ -20,7 +20,7 @@ from zeropp.price.peak_memory import TOO_MANY
 from zeropp.schedule.plan import SizedPlan
 
 Sized = tuple[Candidate[K], SizedPlan, StepBytes]
-_FEW = 32  # a plan that does not fit offloads more by one part in so many
+_FEW = 32  # a plan that does not fit offloads more by one part in this number
 
 
 def offloads_some(asked: K, candidate: Candidate[K]) -> bool:
@@ -37,7 +37,7 @@ class Offloading(Generic[K]):
     _known: dict[Candidate[K], Sized[K]] = field(default_factory=dict)  # the fewest
 
     def sized(self, candidate: Candidate[K], blocks: int) -> Sized[K]:
-        """The candidate with so many offloaded blocks, with its plan and what that holds."""
+        """The candidate with ``blocks`` offloaded blocks, its plan and what that holds."""
         knobs = replace(cast("Any", candidate.knobs), offload_blocks=blocks)
         plan = self.contender.size(self.task, knobs, candidate.microbatch_size)
         held = self.contender.prices.memory(plan, self.task.cluster)

@@ -537,8 +537,8 @@ class _Search(Generic[K]):
         )
 
     def bound_compute(self, candidate: Candidate[K], alike: _Alike) -> float:
-        """The bound of the compute of families that are ``alike``, of which the candidate is one.
-        It is found once for all that have the same passes."""
+        """The bound of the compute of families that are ``alike``, as the candidate is. It is
+        found once for all that have the same passes."""
         same = alike[0], self._passes_of(candidate.knobs)
         if same not in self._of_passes:
             with suppress(InfeasibleError):  # which is counted where the plan is asked for

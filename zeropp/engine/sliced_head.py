@@ -19,7 +19,7 @@ from zeropp.engine.loss import Loss, Microbatches
 
 
 class SlicedHead:
-    """Runs ``chunk``, which has the last layer alone, and the ``loss`` in so many ``slices`` of the
+    """Runs ``chunk``, which has the last layer alone, and the ``loss`` in ``slices`` parts of the
     tokens, about equally long; in no more than there are tokens. ``without_tokens``: keyword inputs
     that every slice gets whole."""
 

@@ -45,8 +45,8 @@ class OrderSizes:
     ``unit`` is the number of microbatches for which a chunk is gathered once, ``activation_cap``
     the most live chunk-activations per rank: one is live from its forward to the end of its weight
     gradient. Without ``split_backward`` input and weight gradients are one action, and nothing is
-    delayed. Where weight gradients are ``merged``, those of up to so many microbatches of a stage
-    and unit follow each other.
+    delayed. Where weight gradients are ``merged``, those of up to ``merged`` microbatches of a
+    stage and unit follow each other.
     """
 
     num_ranks: int
@@ -201,7 +201,7 @@ def _breadth_first(stages: Sequence[int], units: Sequence[range]) -> tuple[Slot,
 
 def _groups(runs: Sequence[int], most: int) -> tuple[int, ...]:
     """How many weight gradients of a rank are done after the group of each, where runs of a stage
-    are cut into groups of at most so many."""
+    are cut into groups of at most ``most``."""
     begins = accumulate(runs, initial=0)
     return tuple(
         begin + min(size, (j // most + 1) * most)

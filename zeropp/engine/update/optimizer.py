@@ -121,8 +121,8 @@ class Updater:
         return known and all(hook == self._check_moment for hook in step_hooks(every))
 
     def described(self) -> str:
-        """The optimizer's kind, and the settings of its groups, such as their learning rates, but
-        for those that are tensors on a device, to read which the host would wait."""
+        """The optimizer's kind, and the settings of its groups, such as their learning rates;
+        without those that are tensors on a device, because to read them the host would wait."""
         groups = [
             {n: v for n, v in group.items() if n != "params" and not getattr(v, "is_cuda", False)}
             for group in self.optimizer.param_groups
